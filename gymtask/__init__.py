@@ -1,0 +1,109 @@
+"""Joins Gymnasium's vector environments to PyTorch training.
+
+Names are imported when they are first used, so that a worker process, which needs a few modules
+only, does not load torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gymtask import errors as errors
+    from gymtask import sampling as sampling
+    from gymtask import testing as testing
+    from gymtask.config import MISSING as MISSING
+    from gymtask.config import DataLoaderConfig as DataLoaderConfig
+    from gymtask.config import DatasetConfig as DatasetConfig
+    from gymtask.config import EnvironmentConfig as EnvironmentConfig
+    from gymtask.config import ErrorHandlingConfig as ErrorHandlingConfig
+    from gymtask.config import ReinforcementLearningTaskConfig as ReinforcementLearningTaskConfig
+    from gymtask.environment import Environment as Environment
+    from gymtask.errors import ConfigurationError as ConfigurationError
+    from gymtask.errors import CutReturnWarning as CutReturnWarning
+    from gymtask.errors import GymtaskError as GymtaskError
+    from gymtask.replay import EpisodeRecord as EpisodeRecord
+    from gymtask.replay import MultiReplaySamples as MultiReplaySamples
+    from gymtask.replay import ReplayDataset as ReplayDataset
+    from gymtask.replay import ReplaySamples as ReplaySamples
+    from gymtask.returns import discounted_returns as discounted_returns
+    from gymtask.returns import generalized_advantage_estimate as generalized_advantage_estimate
+    from gymtask.task import ReinforcementLearningTask as ReinforcementLearningTask
+    from gymtask.task import State as State
+    from gymtask.trainer import SamplingConfig as SamplingConfig
+    from gymtask.trainer import Trainer as Trainer
+    from gymtask.trainer import TrainerConfig as TrainerConfig
+    from gymtask.trainer import evaluate as evaluate
+    from gymtask.video import write_video as write_video
+    from gymtask.workers.pool import WorkerPool as WorkerPool
+    from gymtask.workers.worker import BaseEnvironmentWorker as BaseEnvironmentWorker
+    from gymtask.workers.worker import Steps as Steps
+
+_HOMES = {
+    "config": (
+        "MISSING",
+        "DataLoaderConfig",
+        "DatasetConfig",
+        "EnvironmentConfig",
+        "ErrorHandlingConfig",
+        "ReinforcementLearningTaskConfig",
+    ),
+    "environment": ("Environment",),
+    "errors": ("ConfigurationError", "CutReturnWarning", "GymtaskError"),
+    "replay": ("EpisodeRecord", "MultiReplaySamples", "ReplayDataset", "ReplaySamples"),
+    "returns": ("discounted_returns", "generalized_advantage_estimate"),
+    "task": ("ReinforcementLearningTask", "State"),
+    "trainer": ("SamplingConfig", "Trainer", "TrainerConfig", "evaluate"),
+    "video": ("write_video",),
+    "workers.pool": ("WorkerPool",),
+    "workers.worker": ("BaseEnvironmentWorker", "Steps"),
+}
+_MODULES = ("errors", "sampling", "testing")
+_MODULE_OF = {name: module for module, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "MISSING",
+    "BaseEnvironmentWorker",
+    "ConfigurationError",
+    "CutReturnWarning",
+    "DataLoaderConfig",
+    "DatasetConfig",
+    "Environment",
+    "EnvironmentConfig",
+    "EpisodeRecord",
+    "ErrorHandlingConfig",
+    "GymtaskError",
+    "MultiReplaySamples",
+    "ReinforcementLearningTask",
+    "ReinforcementLearningTaskConfig",
+    "ReplayDataset",
+    "ReplaySamples",
+    "SamplingConfig",
+    "State",
+    "Steps",
+    "Trainer",
+    "TrainerConfig",
+    "WorkerPool",
+    "discounted_returns",
+    "errors",
+    "evaluate",
+    "generalized_advantage_estimate",
+    "sampling",
+    "testing",
+    "write_video",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"gymtask.{name}")
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'gymtask' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"gymtask.{_MODULE_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,288 @@
+"""The loop that drives a pool with a policy, and the only caller of the pools.
+
+Each turn takes environments that are ready, completes their rows, asks the policy for their next
+actions and sends them on. How many rows each environment owes is the `Plan`'s business; what
+becomes of rows is the `Rollout`'s.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from tqdm import tqdm
+
+from gymtask.acting import Actor, eval_mode
+from gymtask.errors import CollectionInterrupted, PoolStateError
+from gymtask.options import CollectOptions
+from gymtask.plan import Endless, EpisodeShares, EqualShares, FirstCome, Plan, equal_shares
+from gymtask.replay import EpisodeRecord
+from gymtask.rollout import Rollout
+from gymtask.sampling import NoiseStreams
+from gymtask.trajectory import Piece
+from gymtask.workers.layout import Array
+from gymtask.workers.pool import WorkerPool
+
+if TYPE_CHECKING:
+    from gymtask.task import ReinforcementLearningTask
+
+logger = logging.getLogger(__name__)
+
+
+class Collection:
+    """One call of `iter_samples`: turns of the loop until every environment has given what it owes.
+
+    Attributes:
+        rollout: The pool's open pieces.
+        num_dropped: Rows of pieces shorter than `min_trajectory_length` so far.
+    """
+
+    def __init__(
+        self,
+        task: ReinforcementLearningTask[Any, Any],
+        model: Any,
+        pool: WorkerPool,
+        options: CollectOptions,
+        plan: Plan,
+    ) -> None:
+        self._model, self._pool, self._options, self._plan = model, pool, options, plan
+        self.rollout = rollout_of(pool)
+        self.num_dropped = 0
+        self._actor = Actor(
+            task,
+            model,
+            observation_space=pool.observation_space,
+            action_space=pool.action_space,
+            capacity=pool.num_envs,
+            noise=noise_of(pool),
+            optimal=options.optimal,
+            keep_float64=pool.workers[0].maker.keep_float64,
+        )
+        self.rollout.open(self._actor)
+        self.later: list[Piece] = []
+        self._started = False
+        self.drain()
+        self._take_leftovers()
+
+    # ---- rows left from an earlier call ----------------------------------------------------------
+
+    def _take_leftovers(self) -> None:
+        """Counts rows that an earlier call left.
+
+        What is more than this call may hand out waits for the next one.
+        """
+        rollout, plan = self.rollout, self._plan
+        waiting, rollout.done_pieces = list(rollout.done_pieces), type(rollout.done_pieces)()
+        for piece in waiting:
+            self._take_piece(piece)
+        full = {piece.env_id for piece in self.later}
+        for index in np.flatnonzero(rollout.length).tolist():
+            length, room = int(rollout.length[index]), plan.room(index)
+            longest = self._options.max_trajectory_length
+            fits = room is None or (length <= room and index not in full)
+            if fits and (longest is None or length < longest):
+                plan.credit(index, length)  # it stays open, and goes on in this call
+            else:
+                rollout.cut(index)
+                self._take_piece(rollout.done_pieces.pop())
+
+    def _take_piece(self, piece: Piece) -> None:
+        room = self._plan.room(piece.env_id)
+        if room is not None and piece.length > room:
+            if room <= 0:
+                self.later.append(piece)
+                return
+            piece, rest = piece.split(room)
+            self.later.append(rest)
+        self._plan.credit(piece.env_id, piece.length)
+        longest = self._options.max_trajectory_length
+        while longest is not None and piece.length > longest:
+            head, piece = piece.split(longest)
+            self.rollout.done_pieces.append(head)
+        self.rollout.done_pieces.append(piece)
+
+    # ---- the loop --------------------------------------------------------------------------------
+
+    def turn(self) -> bool:
+        """Takes who is ready, completes their rows and sends their next actions.
+
+        False when nobody goes on.
+        """
+        pool, options = self._pool, self._options
+        if pool.interrupt is not None and pool.interrupt():
+            raise CollectionInterrupted("asked to stop between two steps")
+        if not self._started:
+            self._started = True
+            idle = pool.all_ids
+        elif pool.num_pending:
+            limit = options.max_batch_size or pool.num_envs
+            idle = pool.take(options.min_batch_size, limit, options.max_wait_time)
+            self._complete(idle)
+        else:
+            return False
+        self._go_on(idle)
+        return True
+
+    def _complete(self, env_ids: Array) -> None:
+        self.rollout.add_steps(env_ids)
+        longest = self._options.max_trajectory_length
+        if longest is not None:
+            for index in env_ids[self.rollout.length[env_ids] >= longest].tolist():
+                self.rollout.cut(index)
+
+    def _go_on(self, idle: Array) -> None:
+        rollout = self.rollout
+        admitted = self._plan.admit(idle, rollout.step)
+        if len(admitted) < len(idle):
+            for index in np.setdiff1d(idle, admitted).tolist():
+                rollout.cut(index)
+        limit = self._options.max_batch_size or len(idle)
+        for start in range(0, len(admitted), limit):
+            self._act(admitted[start : start + limit])
+
+    def _act(self, env_ids: Array) -> None:
+        rollout, actor, slots = self.rollout, self._actor, self._pool.slots
+        rollout.write_states(env_ids, actor)
+        answer = actor.act(env_ids)
+        rollout.add_answer(env_ids, answer)
+        actor.release(len(env_ids))
+        for target, values in zip(slots.action, actor.codec.decode(answer.actions), strict=True):
+            target[env_ids] = values
+        self._pool.post(env_ids)
+        rollout.num_posted = self._pool.num_posted
+
+    def drain(self) -> None:
+        """Waits for outstanding steps and keeps their rows; every environment is idle then."""
+        pool = self._pool
+        self.rollout.done_pieces.extend(self.later)
+        self.later = []
+        try:
+            while pool.num_pending and not pool.closed:
+                self._complete(pool.take(pool.num_envs, pool.num_envs))
+        except CollectionInterrupted:
+            return  # a step takes long: the next call takes it first
+
+    def pieces(self) -> Iterator[Piece]:
+        """Yields pieces as they become whole.
+
+        One that is not asked beyond stays with the rollout.
+        """
+        bar = tqdm(
+            total=self._options.total_samples,
+            unit="step",
+            desc="collect",
+            leave=False,
+            disable=not self._options.use_tqdm,
+        )
+        ready = self.rollout.done_pieces
+        self.rollout.in_use = True
+        try:
+            while True:
+                with eval_mode(self._model):
+                    going = True
+                    while not ready and going:
+                        posted = self._pool.num_posted
+                        going = self.turn()
+                        bar.update(self._pool.num_posted - posted)
+                if not ready:
+                    return
+                piece = ready[0]
+                if piece.length < self._options.min_trajectory_length:
+                    self.num_dropped += piece.length
+                else:
+                    yield piece
+                ready.popleft()
+        finally:
+            bar.close()
+            self.rollout.in_use = False
+            self.drain()
+            if self.num_dropped:
+                logger.info(
+                    "left out %d rows of pieces shorter than min_trajectory_length=%d",
+                    self.num_dropped,
+                    self._options.min_trajectory_length,
+                )
+
+
+def rollout_of(pool: WorkerPool) -> Rollout:
+    """The open pieces of a pool; a pool that was never reset is reset first.
+
+    Raises:
+        PoolStateError: Somebody else stepped the pool since, so that the open rows do not tell
+            where it stands.
+    """
+    if not pool.was_reset:
+        pool.reset()
+    rollout = pool.memory
+    if rollout is None:
+        rollout = pool.memory = Rollout(pool)
+    if not isinstance(rollout, Rollout) or rollout.num_posted != pool.num_posted:
+        raise PoolStateError(
+            "cannot collect, as the pool was stepped by hand since its last reset or collection;"
+            " call pool.reset() first"
+        )
+    if rollout.in_use:
+        raise PoolStateError(
+            "cannot collect, as another collection is running on the pool; close its generator first"
+        )
+    return rollout
+
+
+def noise_of(pool: WorkerPool) -> NoiseStreams:
+    """The action noise of a pool."""
+    key = pool.noise_key
+    if pool.noise is None or pool.noise.key != key:
+        pool.noise = NoiseStreams(key, pool.num_envs)
+    noise: NoiseStreams = pool.noise
+    return noise
+
+
+def begin(
+    task: ReinforcementLearningTask[Any, Any], model: Any, pool: WorkerPool, options: CollectOptions
+) -> Collection:
+    """Opens a collection with these options.
+
+    Raises:
+        ConfigurationError: The options do not fit together, or not the pool.
+        PoolStateError: Another collection is running on the pool, or it was stepped by hand.
+    """
+    options.check(pool.num_envs)
+    total, whole = options.total_samples, options.whole_episodes
+    plan: Plan
+    if total is None:
+        plan = Endless()
+    elif options.allocation == "first_come":
+        plan = FirstCome(total, whole)
+    else:
+        plan = EqualShares(equal_shares(total, pool.num_envs, pool.cursor), whole)
+    collection = Collection(task, model, pool, options, plan)
+    if total is not None and options.allocation == "equal":
+        pool.cursor = (pool.cursor + total) % pool.num_envs
+    return collection
+
+
+def run_episodes(
+    task: ReinforcementLearningTask[Any, Any],
+    model: Any,
+    pool: WorkerPool,
+    shares: Sequence[int],
+    *,
+    optimal: bool,
+) -> list[EpisodeRecord]:
+    """Plays shares[i] whole episodes in environment i of a pool, from a fresh reset.
+
+    No rows are kept.
+
+    Returns:
+        The records of the episodes, ordered by environment and time.
+    """
+    pool.reset()
+    options = CollectOptions(optimal=optimal, use_tqdm=False)
+    collection = Collection(task, model, pool, options, EpisodeShares(shares))
+    with eval_mode(model):
+        for _ in collection.pieces():
+            pass
+    episodes, collection.rollout.episodes = collection.rollout.episodes, []
+    return sorted(episodes, key=lambda episode: (episode.env_id, episode.trajectory_id))

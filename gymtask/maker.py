@@ -1,0 +1,226 @@
+"""The recipe of an environment: all that is needed to make it, and all that travels to a worker."""
+
+from __future__ import annotations
+
+import inspect
+import io
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
+
+import cloudpickle
+import gymnasium as gym
+from gymnasium.envs.registration import EnvSpec
+from gymnasium.wrappers import TimeLimit
+
+from gymtask.errors import MakerError
+
+AnyEnv: TypeAlias = "gym.Env[Any, Any]"
+EnvSource: TypeAlias = "str | EnvSpec | Callable[..., AnyEnv]"
+Wrapper: TypeAlias = "Callable[[AnyEnv], AnyEnv]"
+
+
+@dataclass(frozen=True)
+class EnvironmentMaker:
+    """Makes one environment per call.
+
+    An id is looked up once, in the process that builds the maker, and its `EnvSpec` is kept: what
+    is registered there is known wherever the maker goes.
+
+    Attributes:
+        env: An `EnvSpec`, or a callable that returns a `gymnasium.Env`.
+        wrappers: Callables `env -> env`, applied in order.
+        render_mode: Given to `gymnasium.make`, or to a callable whose signature takes it.
+        max_episode_steps: The time limit, in place of the one that the environment is registered
+            with.
+        info_keys: Keys of the info dict whose values are kept.
+        keep_float64: Whether float64 observations are stored as such.
+        kwargs: Further keywords of `gymnasium.make`, or of the callable.
+    """
+
+    env: EnvSpec | Callable[..., AnyEnv]
+    wrappers: tuple[Wrapper, ...] = ()
+    render_mode: str | None = None
+    max_episode_steps: int | None = None
+    info_keys: tuple[str, ...] = ()
+    keep_float64: bool = False
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def create(
+        cls,
+        env: EnvSource,
+        *,
+        wrappers: Sequence[Wrapper] = (),
+        render_mode: str | None = None,
+        max_episode_steps: int | None = None,
+        info_keys: Sequence[str] = (),
+        keep_float64: bool = False,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> EnvironmentMaker:
+        """Looks an id up and checks the arguments.
+
+        Raises:
+            MakerError: An argument breaks its rule.
+            gymnasium.error.Error: The id is unknown, deprecated or malformed; Gymnasium's own
+                error.
+        """
+        if not isinstance(env, (str, EnvSpec)) and not callable(env):
+            raise MakerError(
+                "`env` must be an id, an EnvSpec or a callable that returns a gymnasium.Env, got"
+                f" {env!r}"
+            )
+        if isinstance(env, gym.Env):
+            raise MakerError(
+                f"`env` must be a recipe, got the environment {env!r} itself; pass its id, or a"
+                " function that makes it"
+            )
+        if isinstance(info_keys, str) or not all(isinstance(key, str) for key in info_keys):
+            raise MakerError(f"`info_keys` must be a sequence of strings, got {info_keys!r}")
+        for wrapper in wrappers:
+            if not callable(wrapper):
+                raise MakerError(
+                    f"`wrappers` must be callables that take an environment, got {wrapper!r}"
+                )
+        steps_ok = max_episode_steps is None or (
+            isinstance(max_episode_steps, int) and max_episode_steps >= 1
+        )
+        if not steps_ok:
+            raise MakerError(f"`max_episode_steps` must be at least 1, got {max_episode_steps!r}")
+        source = gym.spec(env) if isinstance(env, str) else env
+        return cls(
+            env=source,
+            wrappers=tuple(wrappers),
+            render_mode=render_mode,
+            max_episode_steps=max_episode_steps,
+            info_keys=tuple(info_keys),
+            keep_float64=keep_float64,
+            kwargs=dict(kwargs or {}),
+        )
+
+    @property
+    def name(self) -> str:
+        """The id of the environment, or the name of the callable that makes it."""
+        if isinstance(self.env, EnvSpec):
+            return self.env.id
+        return getattr(self.env, "__name__", repr(self.env))
+
+    def with_render_mode(self, render_mode: str | None) -> EnvironmentMaker:
+        """The same recipe with another render mode."""
+        return replace(self, render_mode=render_mode)
+
+    def __call__(self) -> AnyEnv:
+        """Makes a new environment.
+
+        Raises:
+            MakerError: A callable or a wrapper returned no `gymnasium.Env`, or a time limit cannot
+                be changed.
+        """
+        env = (
+            self._make_from_spec(self.env)
+            if isinstance(self.env, EnvSpec)
+            else self._make_from_callable()
+        )
+        for wrapper in self.wrappers:
+            env = _checked(wrapper(env), wrapper)
+        return env
+
+    def _make_from_spec(self, spec: EnvSpec) -> AnyEnv:
+        keywords = dict(self.kwargs)
+        # Only what was asked for is passed: an explicit None would override what the spec itself
+        # says.
+        if self.render_mode is not None:
+            keywords["render_mode"] = self.render_mode
+        if self.max_episode_steps is not None:
+            keywords["max_episode_steps"] = self.max_episode_steps
+        return gym.make(spec, **keywords)
+
+    def _make_from_callable(self) -> AnyEnv:
+        source: Callable[..., AnyEnv] = self.env  # type: ignore[assignment]
+        keywords = dict(self.kwargs)
+        if self.render_mode is not None and takes_keyword(source, "render_mode"):
+            keywords["render_mode"] = self.render_mode
+        env = _checked(source(**keywords), source)
+        if self.max_episode_steps is None:
+            return env
+        layer = env
+        while isinstance(layer, gym.Wrapper):
+            if isinstance(layer, TimeLimit):
+                raise MakerError(
+                    f"`max_episode_steps` must be set where the environment is made: {self.name}"
+                    " returns one that has a time limit already, and a second one of"
+                    f" {self.max_episode_steps} steps could only shorten it"
+                )
+            layer = layer.env
+        return TimeLimit(env, self.max_episode_steps)
+
+    def to_bytes(self) -> bytes:
+        """The maker as bytes that any process with gymtask can read.
+
+        Code from `__main__` goes along by value.
+
+        Raises:
+            MakerError: The recipe reaches a torch module or tensor, or something that cannot be
+                pickled.
+        """
+        file = io.BytesIO()
+        state = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        try:
+            _MakerPickler(file, self.name).dump(state)
+        except MakerError:
+            raise
+        except Exception as error:
+            raise MakerError(
+                f"the recipe of {self.name} must be picklable to travel to a worker, got"
+                f" {type(error).__name__}: {error}"
+            ) from error
+        return file.getvalue()
+
+    @staticmethod
+    def from_bytes(data: bytes) -> EnvironmentMaker:
+        """The maker that `to_bytes` wrote."""
+        return EnvironmentMaker(**pickle.loads(data))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return EnvironmentMaker.from_bytes, (self.to_bytes(),)
+
+
+class _MakerPickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Refuses torch modules and tensors, of which every worker would get a copy."""
+
+    def __init__(self, file: io.BytesIO, name: str) -> None:
+        super().__init__(file)
+        self._name = name
+
+    def reducer_override(self, obj: Any) -> Any:
+        # torch is not imported here (workers must not need it), so its classes are known by their
+        # names.
+        for cls in type(obj).__mro__:
+            if cls.__module__.partition(".")[0] == "torch" and cls.__name__ in ("Module", "Tensor"):
+                raise MakerError(
+                    f"the recipe of {self._name} must not reach a torch {cls.__name__}, got one of"
+                    f" type {type(obj).__module__}.{type(obj).__qualname__}; a lambda over `self`"
+                    " captures the whole task: pass what the environment needs as plain values"
+                    " instead"
+                )
+        return super().reducer_override(obj)
+
+
+def takes_keyword(function: Callable[..., Any], keyword: str) -> bool:
+    """Whether `function` can be called with `keyword`."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # some callables written in C have no signature
+        return False
+    return any(
+        parameter.kind is parameter.VAR_KEYWORD
+        or (parameter.name == keyword and parameter.kind is not parameter.POSITIONAL_ONLY)
+        for parameter in parameters
+    )
+
+
+def _checked(env: Any, source: object) -> AnyEnv:
+    if not isinstance(env, gym.Env):
+        raise MakerError(f"{source!r} must return a gymnasium.Env, got {env!r}")
+    return env

@@ -1,0 +1,260 @@
+"""The open pieces of every environment: rows are added as they come, and leave as whole pieces.
+
+One table per key, [N, capacity, ...]: row t of environment i's open piece lies at [i, t].
+Observations and carries have one row more than the rest: number `length[i]` is where the
+environment stands now. The tables belong to a pool, and survive from one collection to the next.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import numpy as np
+
+from gymtask.acting import Actor, Answer, Column
+from gymtask.errors import HookError
+from gymtask.replay import EpisodeRecord
+from gymtask.trajectory import Key, Piece
+from gymtask.workers.layout import Array
+from gymtask.workers.pool import WorkerPool
+
+FIRST_CAPACITY = 64
+
+_FLAGS = {
+    ("next", "reward"): np.float32,
+    ("next", "terminated"): np.bool_,
+    ("next", "truncated"): np.bool_,
+}
+
+
+class Rollout:
+    """The open piece of each of N environments.
+
+    Attributes:
+        length: int64 [N], rows of the open piece.
+        step: int64 [N], steps of the open episode.
+        done_pieces: Pieces that are whole, in the order in which they became so, not handed out
+            yet.
+        episodes: Records of episodes that ended and were not handed out yet.
+        num_posted: What the pool's `num_posted` was when the collector last stepped it.
+        in_use: Whether a collection is running.
+    """
+
+    def __init__(self, pool: WorkerPool) -> None:
+        n = pool.num_envs
+        self._pool = pool
+        self._info_keys = pool.workers[0].maker.info_keys
+        self.length: Array = np.zeros(n, np.int64)
+        self.step: Array = np.zeros(n, np.int64)
+        self.returns: Array = np.zeros(n, np.float64)
+        self.done_pieces: deque[Piece] = deque()
+        self.episodes: list[EpisodeRecord] = []
+        self._infos: list[list[dict[str, Any]]] = [[] for _ in range(n)]
+        self._capacity = FIRST_CAPACITY
+        self._states: dict[Key, Array] = {}
+        self._rows: dict[Key, Array] = {}
+        self._observation_keys: list[Key] = []
+        self._action_keys: list[Key] = []
+        self._initial_carry: dict[Key, Array] = {}
+        self._known_rows: set[Key] = set()
+        self.num_posted = pool.num_posted
+        self.in_use = False
+
+    # ---- tables ----------------------------------------------------------------------------------
+
+    def open(self, actor: Actor) -> None:
+        """Makes the tables that this actor needs.
+
+        Those of open rows are kept, and must be the same.
+
+        Raises:
+            HookError: Rows are left from an earlier call, and their carries were others.
+        """
+        columns = [*actor.observation_columns, *actor.carry_columns]
+        fresh = not self._states
+        self._observation_keys = [column.key for column in actor.observation_columns]
+        self._action_keys = [("action", *leaf.path) for leaf in actor.codec.leaves]
+        self._initial_carry = actor.initial_carry
+        wanted = {column.key for column in columns}
+        if not fresh and wanted != self._states.keys() and self.length.any():
+            raise HookError(
+                "the carries must stay the same while rows of an earlier collection are open, got"
+                f" {sorted(wanted)} after {sorted(self._states)}; call pool.reset() to give those"
+                " rows up"
+            )
+        for column in columns:
+            if column.key not in self._states:
+                self._states[column.key] = self._table(column)
+                if column.key in self._initial_carry:
+                    self._states[column.key][:, 0] = self._initial_carry[column.key]
+        self._states = {column.key: self._states[column.key] for column in columns}
+        for leaf, dtype, key in zip(
+            actor.codec.leaves, actor.codec.dtypes, self._action_keys, strict=True
+        ):
+            self._rows.setdefault(key, self._table(Column(key, leaf.shape, dtype)))
+        for key, kind in _FLAGS.items():
+            self._rows.setdefault(key, self._table(Column(key, (), np.dtype(kind))))
+        if fresh:
+            for key, leaf_array in zip(
+                self._observation_keys, self._pool.slots.observation, strict=True
+            ):
+                self._states[key][:, 0] = leaf_array
+
+    def _table(self, column: Column) -> Array:
+        return np.zeros((self._pool.num_envs, self._capacity, *column.shape), column.dtype)
+
+    def _grow(self) -> None:
+        self._capacity *= 2
+        for tables in (self._states, self._rows):
+            for key, old in tables.items():
+                new = np.zeros((old.shape[0], self._capacity, *old.shape[2:]), old.dtype)
+                new[:, : old.shape[1]] = old
+                tables[key] = new
+
+    # ---- rows ------------------------------------------------------------------------------------
+
+    def write_states(self, env_ids: Array, actor: Actor) -> None:
+        """Copies where `env_ids` stand into the first n rows of the actor's arrays."""
+        n = len(env_ids)
+        # Where the rows lie in a table seen as [N · capacity, ...]: environment i's begin at i ·
+        # capacity.
+        places = env_ids * self._capacity + self.length[env_ids]
+        arrays = actor.arrays
+        for key, table in self._states.items():
+            np.take(_flat(table), places, axis=0, out=arrays[key][:n], mode="clip")
+        pool = self._pool
+        step = self.step[env_ids]
+        arrays[("step",)][:n] = step
+        arrays[("is_init",)][:n] = step == 0
+        arrays[("env_id",)][:n] = env_ids
+        arrays[("run_step",)][:n] = pool.run_step[env_ids]
+        arrays[("trajectory_id",)][:n] = env_ids + pool.num_envs * pool.episode[env_ids]
+
+    def add_answer(self, env_ids: Array, answer: Answer) -> None:
+        """Stores what the policy chose for `env_ids`.
+
+        Their rows are complete once their steps arrive.
+        """
+        if int(self.length[env_ids].max()) + 2 > self._capacity:
+            self._grow()
+        places = env_ids * self._capacity + self.length[env_ids]
+        for key, rows in zip(self._action_keys, answer.actions, strict=True):
+            _flat(self._rows[key])[places] = rows
+        if answer.extras.keys() != self._known_rows:
+            self._learn_extras(answer)
+        for key, rows in answer.extras.items():
+            table = self._rows[key]
+            if table.shape[2:] != rows.shape[1:] or table.dtype != rows.dtype:
+                raise HookError(
+                    f"`{'/'.join(key)}` from `get_actions` must keep its shape {table.shape[2:]}"
+                    f" and dtype {table.dtype}, got {rows.shape[1:]} and {rows.dtype}"
+                )
+            _flat(table)[places] = rows
+        for key, rows in answer.carries.items():
+            # The carry that the next row starts from.
+            _flat(self._states[key])[places + 1] = rows
+
+    def _learn_extras(self, answer: Answer) -> None:
+        if self.length.any():
+            raise HookError(
+                "`get_actions` must return the same keys for every row of a trajectory, got"
+                f" {sorted(answer.extras)} after {sorted(self._known_rows)}"
+            )
+        for key in self._known_rows:
+            del self._rows[key]
+        for key, rows in answer.extras.items():
+            self._rows[key] = self._table(Column(key, rows.shape[1:], rows.dtype))
+        self._known_rows = set(answer.extras)
+
+    def add_steps(self, env_ids: Array) -> list[int]:
+        """Completes the rows of `env_ids`, whose steps lie in the slots.
+
+        Returns:
+            The environments whose episode ended; each has left a piece and begun its next episode.
+        """
+        slots, pool = self._pool.slots, self._pool
+        places = env_ids * self._capacity + self.length[env_ids]
+        reward, terminated, truncated = (
+            slots.reward[env_ids],
+            slots.terminated[env_ids],
+            slots.truncated[env_ids],
+        )
+        _flat(self._rows[("next", "reward")])[places] = reward
+        _flat(self._rows[("next", "terminated")])[places] = terminated
+        _flat(self._rows[("next", "truncated")])[places] = truncated
+        for key, leaf in zip(self._observation_keys, slots.observation, strict=True):
+            # Right for those whose episode goes on; the others' is the next episode's first, and is
+            # put right below.
+            _flat(self._states[key])[places + 1] = leaf[env_ids]
+        self.length[env_ids] += 1
+        self.step[env_ids] += 1
+        self.returns[env_ids] += reward
+        pool.run_step[env_ids] += 1
+        if self._info_keys:
+            for index in env_ids:
+                self._infos[index].append(slots.infos[index])
+        ended = env_ids[terminated | truncated].tolist() if (terminated | truncated).any() else []
+        for index in ended:
+            self._end_episode(index)
+        return ended
+
+    def _end_episode(self, index: int) -> None:
+        slots, length = self._pool.slots, self.length[index]
+        for key, leaf in zip(self._observation_keys, slots.final_observation, strict=True):
+            self._states[key][index, length] = leaf[index]
+        self.episodes.append(
+            EpisodeRecord(
+                trajectory_id=self._trajectory_id(index),
+                env_id=index,
+                episode_return=float(self.returns[index]),
+                length=int(self.step[index]),
+                terminated=bool(slots.terminated[index]),
+                truncated=bool(slots.truncated[index]),
+            )
+        )
+        self._hand_out(index)
+        self.step[index], self.returns[index] = 0, 0.0
+        self._pool.episode[index] += 1
+        for key, leaf in zip(self._observation_keys, slots.observation, strict=True):
+            self._states[key][index, 0] = leaf[index]
+        for key, value in self._initial_carry.items():
+            self._states[key][index, 0] = value
+
+    def cut(self, index: int) -> None:
+        """Ends the open piece of an environment where it stands.
+
+        Its episode goes on in the next one.
+        """
+        length = int(self.length[index])
+        if length:
+            self._hand_out(index)
+            for table in self._states.values():
+                table[index, 0] = table[index, length]
+
+    def _hand_out(self, index: int) -> None:
+        length = int(self.length[index])
+        infos, self._infos[index] = self._infos[index], []
+        self.done_pieces.append(
+            Piece(
+                env_id=index,
+                trajectory_id=self._trajectory_id(index),
+                first_step=int(self.step[index]) - length,
+                first_run_step=int(self._pool.run_step[index]) - length,
+                length=length,
+                states={
+                    key: table[index, : length + 1].copy() for key, table in self._states.items()
+                },
+                rows={key: table[index, :length].copy() for key, table in self._rows.items()},
+                infos=infos,
+            )
+        )
+        self.length[index] = 0
+
+    def _trajectory_id(self, index: int) -> int:
+        return index + self._pool.num_envs * int(self._pool.episode[index])
+
+
+def _flat(table: Array) -> Array:
+    """A table [N, capacity, ...] seen as [N · capacity, ...]."""
+    return table.reshape(-1, *table.shape[2:])

@@ -1,0 +1,137 @@
+"""From collected pieces to the trajectories that a task is given: values, then the hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+
+from gymtask.acting import device_of, eval_mode, overrides
+from gymtask.collector import begin
+from gymtask.config import raise_if_any
+from gymtask.errors import HookError
+from gymtask.options import CollectOptions
+from gymtask.replay import MultiReplaySamples
+from gymtask.trajectory import (
+    Piece,
+    assemble,
+    checked_trajectories,
+    checked_trajectory,
+    split_values,
+    value_states,
+)
+from gymtask.workers.pool import WorkerPool
+
+if TYPE_CHECKING:
+    from gymtask.task import ReinforcementLearningTask
+
+
+def iter_samples(
+    task: ReinforcementLearningTask[Any, Any], model: Any, pool: WorkerPool, options: CollectOptions
+) -> Iterator[TensorDict]:
+    """Checks the options and returns the generator of `ReinforcementLearningTask.iter_samples`."""
+    options.check(pool.num_envs)
+    return _iterate(task, model, pool, options)
+
+
+def _iterate(
+    task: ReinforcementLearningTask[Any, Any], model: Any, pool: WorkerPool, options: CollectOptions
+) -> Iterator[TensorDict]:
+    collection = begin(task, model, pool, options)
+    for piece in collection.pieces():
+        collection.rollout.episodes.clear()
+        trajectory: TensorDictBase = _with_values(task, model, [piece], pool)
+        if overrides(task, "postprocess_trajectory"):
+            trajectory = checked_trajectory(
+                "postprocess_trajectory",
+                trajectory,
+                task.postprocess_trajectory(_owned(trajectory)),
+            )
+        yield _owned(trajectory)
+
+
+def collect_samples(
+    task: ReinforcementLearningTask[Any, Any], model: Any, pool: WorkerPool, options: CollectOptions
+) -> MultiReplaySamples:
+    """Does the work of `ReinforcementLearningTask.collect_samples`."""
+    options.check(pool.num_envs)
+    if options.total_samples is None:
+        raise_if_any(["`total_samples` must be set, got None"])
+    collection = begin(task, model, pool, options)
+    rollout = collection.rollout
+    pieces: list[Piece] = []
+    try:
+        with eval_mode(model):  # once for all pieces, not for each again
+            pieces.extend(collection.pieces())
+        pieces.sort(key=lambda piece: (piece.env_id, piece.first_run_step))
+        trajectories = _postprocess(task, model, pieces, pool)
+    except BaseException:
+        rollout.done_pieces.extendleft(
+            reversed(pieces)
+        )  # rows that nobody was given are the next call's first
+        raise
+    episodes, rollout.episodes = rollout.episodes, []
+    return MultiReplaySamples(trajectories, num_dropped=collection.num_dropped, episodes=episodes)
+
+
+def _postprocess(
+    task: ReinforcementLearningTask[Any, Any], model: Any, pieces: Sequence[Piece], pool: WorkerPool
+) -> list[TensorDictBase]:
+    if not pieces:
+        return []
+    everything = _with_values(task, model, pieces, pool)
+    trajectories: list[TensorDictBase] = list(everything.split([piece.length for piece in pieces]))
+    if overrides(task, "postprocess_trajectory"):
+        trajectories = [
+            checked_trajectory(
+                "postprocess_trajectory", each, task.postprocess_trajectory(_owned(each))
+            )
+            for each in trajectories
+        ]
+    if overrides(task, "postprocess_trajectories"):
+        given = [_owned(each) for each in trajectories]
+        trajectories = checked_trajectories(trajectories, task.postprocess_trajectories(given))
+    return trajectories
+
+
+def _owned(trajectory: TensorDictBase) -> TensorDict:
+    """The same tensors in a TensorDict of its own, to which a hook may add."""
+    copy = trajectory.copy()
+    assert isinstance(copy, TensorDict)
+    return copy
+
+
+def _with_values(
+    task: ReinforcementLearningTask[Any, Any], model: Any, pieces: Sequence[Piece], pool: WorkerPool
+) -> TensorDict:
+    """All rows of the pieces end to end, with values if the task estimates them."""
+    rows = assemble(pieces, pool.workers[0].maker.info_keys)
+    if overrides(task, "get_values"):
+        states = value_states(pieces)
+        values = _estimate(task, model, states)
+        rows["state_value"], rows["next", "state_value"] = split_values(values, pieces)
+    return rows
+
+
+def _estimate(task: ReinforcementLearningTask[Any, Any], model: Any, states: TensorDict) -> Tensor:
+    with eval_mode(model), torch.no_grad():
+        device = device_of(model)
+        values = task.get_values(model, states if device is None else states.to(device))
+    if (
+        not isinstance(values, Tensor)
+        or values.shape != states.batch_size
+        or not values.is_floating_point()
+    ):
+        found = (
+            f"{values.dtype} {tuple(values.shape)}"
+            if isinstance(values, Tensor)
+            else type(values).__name__
+        )
+        raise HookError(
+            f"`get_values` must return a float tensor of shape {tuple(states.batch_size)}, got"
+            f" {found}"
+        )
+    return values.detach().to("cpu", torch.float32)

@@ -1,0 +1,267 @@
+"""Random numbers: cheap, batch-invariant action sampling, and the seeds of all streams.
+
+Inside `get_actions` the noise of a row comes from a stream of (seed, environment, run_step, number
+of the draw in this call). It is the same whichever environments share the batch, so a collection
+can be repeated with other batch sizes and worker counts. Two draws in one call are independent.
+Outside `get_actions` torch's generator is used.
+
+Noise is drawn ahead in blocks: block b of an environment is made by a counter-based generator
+(Philox; Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) whose key is the stream
+and whose counter is b. So a stream can be entered at any run_step, and nothing about it needs to be
+saved.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from gymtask.errors import ConfigurationError
+from gymtask.workers.layout import Array
+
+PURPOSES = {"noise": 0, "resume": 1, "eval": 2, "clip": 3, "warmup": 4, "restart": 5}
+BLOCK = 64  # run steps drawn at once
+
+NoiseKey: TypeAlias = "tuple[int, str, int]"
+"""(seed, purpose, count): tells the streams of training, each evaluation and each clip apart."""
+
+
+def stream_seed(seed: int, purpose: str, index: int, count: int) -> int:
+    """A seed of 31 bits, from `SeedSequence(seed, spawn_key=(purpose, index, count))`."""
+    sequence = np.random.SeedSequence(seed, spawn_key=(PURPOSES[purpose], index, count))
+    return int(sequence.generate_state(1)[0] >> 1)
+
+
+# ---- what a policy calls -------------------------------------------------------------------------
+
+
+def categorical(logits: Tensor, states: TensorDictBase) -> Tensor:
+    """Samples from softmax(logits) by the Gumbel-max trick.
+
+    argmax_k(logits_k + g_k) with g_k = −log(−log(u_k)) and u_k uniform in (0, 1).
+
+    Args:
+        logits: float [n, ..., K], not necessarily normalised; −inf excludes an action.
+        states: The states that `get_actions` was given, or n rows of them.
+
+    Returns:
+        int64 [n, ...].
+    """
+    return (logits + _noise("gumbel", logits, states)).argmax(-1)
+
+
+def gaussian(mean: Tensor, std: Tensor, states: TensorDictBase) -> Tensor:
+    """Samples mean + std · ε with ε from N(0, 1).
+
+    Args:
+        mean: float [n, ...].
+        std: float, broadcastable to `mean`.
+        states: The states that `get_actions` was given, or n rows of them.
+
+    Returns:
+        float [n, ...].
+    """
+    return mean + std * _noise("normal", mean, states)
+
+
+def squashed_gaussian(
+    mean: Tensor,
+    std: Tensor,
+    states: TensorDictBase,
+    *,
+    low: Tensor | float = -1.0,
+    high: Tensor | float = 1.0,
+) -> Tensor:
+    """Samples tanh(mean + std · ε), spread from (−1, 1) to (low, high) (Haarnoja et al.
+
+    2018, appendix C).
+
+    Args:
+        mean: float [n, ...].
+        std: float, broadcastable to `mean`.
+        states: The states that `get_actions` was given, or n rows of them.
+        low: Lower bounds of the action, broadcastable to `mean`.
+        high: Upper bounds, likewise.
+
+    Returns:
+        float [n, ...].
+    """
+    return low + (gaussian(mean, std, states).tanh() + 1.0) * 0.5 * (high - low)
+
+
+def epsilon_greedy(values: Tensor, epsilon: float | Tensor, states: TensorDictBase) -> Tensor:
+    """Takes the best action, and with probability ε any of all K with equal chances.
+
+    Args:
+        values: float [n, K].
+        epsilon: ε in [0, 1], a number or a tensor [n].
+        states: The states that `get_actions` was given, or n rows of them.
+
+    Returns:
+        int64 [n].
+    """
+    draws = uniform(states, 2).to(values.device)
+    # float32 draws lie below 1, but the product may round up to K.
+    random = (draws[:, 1] * values.shape[-1]).long().clamp_(max=values.shape[-1] - 1)
+    return torch.where(draws[:, 0] < epsilon, random, values.argmax(-1))
+
+
+def uniform(states: TensorDictBase, k: int) -> Tensor:
+    """Draws k numbers from [0, 1) for each row, float32 [n, k].
+
+    Args:
+        states: The states that `get_actions` was given, or n rows of them.
+        k: Numbers a row.
+    """
+    return _noise("uniform", torch.empty(states.batch_size[0], k), states)
+
+
+# ---- the streams behind it -----------------------------------------------------------------------
+
+
+@dataclass
+class _Block:
+    """Noise drawn ahead for one draw of the policy.
+
+    Attributes:
+        data: float32 [N, BLOCK, *size].
+        number: int64 [N], which block of its stream each environment has in `data`; -1 for none.
+        keys: uint64 [N, 2], Philox keys.
+    """
+
+    data: Array
+    number: Array
+    keys: Array
+
+
+class NoiseStreams:
+    """The noise of N environments.
+
+    `with streams.call(...)` makes it the source of the functions above.
+    """
+
+    def __init__(self, key: NoiseKey, num_envs: int, first_env: int = 0) -> None:
+        self.key = key
+        self._num_envs = num_envs
+        self._first_env = first_env
+        self._blocks: dict[tuple[Any, ...], _Block] = {}
+        self._states: TensorDictBase | None = None
+        self._env_ids: Array = np.empty(0, np.int64)
+        self._run_steps: Array = np.empty(0, np.int64)
+        self._num_draws = 0
+
+    def begin(self, states: TensorDictBase, env_ids: Array, run_steps: Array) -> None:
+        """Opens a call of `get_actions` for environments at steps of the run, int64 [n] each."""
+        self._states, self._env_ids, self._run_steps, self._num_draws = (
+            states,
+            env_ids,
+            run_steps,
+            0,
+        )
+        _local.streams = self
+
+    def end(self) -> None:
+        """Closes the call."""
+        _local.streams = None
+
+    def draw(self, kind: str, size: tuple[int, ...], states: TensorDictBase) -> Tensor:
+        """Noise float32 [n, *size] for the rows of `states`."""
+        env_ids, run_steps = self._env_ids, self._run_steps
+        if states is not self._states:  # some of the rows, or a copy of them
+            env_ids, run_steps = states["env_id"].cpu().numpy(), states["run_step"].cpu().numpy()
+        block = self._block((self._num_draws, kind, *size))
+        self._num_draws += 1
+        # Step r of the run lies in block r // BLOCK of the environment's stream, at place r %
+        # BLOCK.
+        numbers = run_steps // BLOCK
+        stale = block.number[env_ids] != numbers
+        if stale.any():
+            for index, number in zip(env_ids[stale], numbers[stale], strict=True):
+                block.data[index] = _fill(kind, block.keys[index], int(number), (BLOCK, *size))
+                block.number[index] = number
+        return torch.from_numpy(block.data[env_ids, run_steps % BLOCK])
+
+    def _block(self, name: tuple[Any, ...]) -> _Block:
+        block = self._blocks.get(name)
+        if block is None:
+            draw, kind, *size = name
+            seed, purpose, count = self.key
+            keys = [
+                np.random.SeedSequence(
+                    seed,
+                    spawn_key=(
+                        PURPOSES[purpose],
+                        self._first_env + index,
+                        count,
+                        draw,
+                        _KINDS[kind][0],
+                        *size,
+                    ),
+                ).generate_state(2, np.uint64)
+                for index in range(self._num_envs)
+            ]
+            data = np.empty((self._num_envs, BLOCK, *size), np.float32)
+            block = _Block(data, np.full(self._num_envs, -1, np.int64), np.array(keys))
+            self._blocks[name] = block
+        return block
+
+
+class _Local(threading.local):
+    streams: NoiseStreams | None = None
+
+
+_local = _Local()
+
+
+def _noise(kind: str, like: Tensor, states: TensorDictBase) -> Tensor:
+    """Noise of the shape, dtype and device of `like` [n, ...]."""
+    if states.batch_size[:1] != like.shape[:1]:
+        raise ConfigurationError(
+            f"`states` must have one row for each of the {like.shape[0]} rows to draw, got batch"
+            f" size {tuple(states.batch_size)}"
+        )
+    streams = _local.streams
+    if streams is not None:
+        return streams.draw(kind, tuple(like.shape[1:]), states).to(like.device, like.dtype)
+    if kind == "gumbel":
+        return -torch.empty_like(like).exponential_().clamp_(min=_TINY).log_()
+    return torch.empty_like(like).normal_() if kind == "normal" else torch.rand_like(like)
+
+
+def _fill(kind: str, key: Array, number: int, shape: tuple[int, ...]) -> Array:
+    # The block's number is the third word of the counter, so that 2^128 numbers lie between two
+    # blocks.
+    generator = np.random.Generator(np.random.Philox(key=key, counter=[0, 0, number, 0]))
+    return _KINDS[kind][1](generator, shape)
+
+
+_TINY = float(np.finfo(np.float32).tiny)
+
+
+def _gumbel(generator: np.random.Generator, shape: tuple[int, ...]) -> Array:
+    # −log of an exponential variable is a Gumbel variable. 0 would give infinity, and NaN beside a
+    # logit of −inf.
+    exponential = generator.standard_exponential(shape, np.float32)
+    return -np.log(np.maximum(exponential, _TINY))
+
+
+def _normal(generator: np.random.Generator, shape: tuple[int, ...]) -> Array:
+    return generator.standard_normal(shape, np.float32)
+
+
+def _uniform(generator: np.random.Generator, shape: tuple[int, ...]) -> Array:
+    return generator.random(shape, np.float32)
+
+
+_KINDS: dict[str, tuple[int, Callable[[np.random.Generator, tuple[int, ...]], Array]]] = {
+    "gumbel": (0, _gumbel),
+    "normal": (1, _normal),
+    "uniform": (2, _uniform),
+}

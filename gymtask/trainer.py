@@ -1,0 +1,112 @@
+"""`Trainer`: collects, trains, logs, evaluates, films and saves until a limit is reached."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from gymtask.errors import ConfigurationError
+from gymtask.evaluation import evaluate
+from gymtask.run import Run
+from gymtask.stopping import StopRequests
+from gymtask.task import ReinforcementLearningTask, State
+from gymtask.trainer_config import SamplingConfig, TrainerConfig, validate_trainer
+
+__all__ = ["SamplingConfig", "Trainer", "TrainerConfig", "evaluate"]
+
+
+class Trainer:
+    """Trains a model on a task::
+
+        Trainer(TrainerConfig(learning_rate=3e-4)).train(task, model)
+
+    Each epoch is, in this order (state.phase on the left)::
+
+        collect  task.on_epoch_start(model, state)
+                 samples = task.collect_samples(model, pool, num_epoch_samples, ...)
+                     get_actions, get_values, postprocess_trajectory, postprocess_trajectories
+        train    for batch in task.build_rl_dataset(samples):    # again, where it ends too early
+                     output = task.run_model(module, batch, state)
+                     loss = task.compute_loss(module, batch, state, output)
+                     backward, clip, step of the optimizers, step of the schedules
+                     state.num_steps and state.num_epoch_steps grow by one
+                     task.on_update_end(model, state)
+                     if task.epoch_is_over(state): break
+                 state.num_epochs grows by one
+                 task.on_epoch_end(model, state)
+        eval     evaluation, where one is due; its results stand in the epoch's row of metrics
+                 row of metrics, clip, checkpoint, where they are due
+
+    `model` is the bare module, `module` Fabric's wrapper around it. Both are in train mode, which
+    is set once at the start, except while the model acts.
+
+    The limits are those of the task's config; a run without any goes on until it is told to stop.
+
+    - max_epochs and max_samples are looked at between two epochs. The last collection is shortened
+      so that num_samples does not exceed max_samples (with `whole_episodes` it may). What is then
+      left to collect may be too little for a window: such a rest is not collected, and the run
+      stops below max_samples; where it was collected and yet holds none, it is not trained on.
+    - max_steps and max_seconds also end an epoch between two updates, and max_seconds a collection
+      and an evaluation between two steps.
+    - Ctrl-C and SIGTERM do what a passed max_seconds does; a second one interrupts at once.
+
+    A stop saves the moment's model, optimizers, counters and random generators, and returns. An
+    epoch that it ends after an update counts as an epoch; rows that were collected and not trained
+    on count as samples and are given up. A resumed run goes on with the next epoch, and with new
+    episodes, whose seeds come from (env_seed, "resume", environment, number of resumes).
+
+    Training is repeatable from its seed, the model's first parameters apart: they are the caller's.
+
+    Args:
+        config: How to train; None takes all defaults.
+
+    Attributes:
+        config: As given.
+        run_dir: Where the last run wrote: config.yaml, metrics.csv, TensorBoard events,
+            learning_curve.png, checkpoints/, clips/.
+        stopped_by: What ended it: "max_epochs", "max_steps", "max_samples", "max_seconds",
+            "SIGINT" or "SIGTERM".
+
+    Raises:
+        ConfigurationError: Fields break their rules; all of them are named.
+    """
+
+    def __init__(self, config: TrainerConfig | None = None) -> None:
+        self.config = TrainerConfig() if config is None else config
+        validate_trainer(self.config)
+        self.run_dir: Path | None = None
+        self.stopped_by: str | None = None
+
+    def train(self, task: AnyTask, model: nn.Module, *, resume: str | Path | None = None) -> State:
+        """Trains until a limit is reached, or until told to stop.
+
+        Args:
+            task: Is moved to the device, as the model is; its `state` is that of the run.
+            model: A module.
+            resume: What to go on from: a checkpoint folder, a run directory (its newest
+                checkpoint), or "auto": the newest run of this task in runs/<name>, or `run_dir`
+                where it is set; a new run where there is none. The run goes on in its own
+                directory, with the limits and settings of the present configs; learning rates
+                and the like are in the checkpoint, as parts of the optimizers.
+
+        Returns:
+            Where the run stands.
+
+        Raises:
+            ConfigurationError: The settings do not fit the task; nothing was started.
+            CheckpointError: There is nothing to resume, or it belongs to another task or model.
+            HookError: A hook returned something that its contract does not allow, a loss that is
+                not finite for example.
+            WindowError: No collected trajectory is long enough for a window.
+        """
+        if not isinstance(task, ReinforcementLearningTask) or not isinstance(model, nn.Module):
+            raise ConfigurationError(
+                "`task` and `model` must be a ReinforcementLearningTask and a torch.nn.Module, "
+                f"got {type(task).__name__} and {type(model).__name__}"
+            )
+        with StopRequests() as requests, Run(self.config, task, model, requests) as run:
+            self.run_dir = run.start(resume)
+            self.stopped_by = run.train()
+        return run.state

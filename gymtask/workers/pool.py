@@ -1,0 +1,412 @@
+"""`WorkerPool`: N environments that are sent actions and give rows back when they are ready.
+
+What is the same in every mode lives here: who was sent an action, who is ready, which rows a `recv`
+gives. A mode adds how the environments are run: `_post` starts steps, `_wait` lets finished ones
+in, `_run` does everything else.
+
+The life of one environment in a pool::
+
+    idle ──send──► pending (stepping ──► ready) ──recv──► idle
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, NoReturn, Self
+
+import numpy as np
+
+from gymtask.errors import (
+    CollectionInterrupted,
+    ConfigurationError,
+    NothingPendingError,
+    PoolClosedError,
+    PoolStateError,
+)
+from gymtask.workers.layout import Array, Space, flatten, space_leaves
+from gymtask.workers.slots import Slots
+from gymtask.workers.worker import BaseEnvironmentWorker, Steps
+
+WAIT_SLICE = 0.2  # seconds between two looks at `interrupt` while nothing is ready
+
+
+class WorkerPool(ABC):
+    """N environments behind `send` and `recv`; a context manager.
+
+    Each row that `recv` gives is one real transition: an environment whose episode ended has
+    already begun the next one. The loop that drives a pool::
+
+        steps = pool.reset()
+        while True:
+            pool.send(policy(steps.observation), steps.env_ids)
+            steps = pool.recv(min_envs=1, max_envs=None, timeout=None)
+
+    Attributes:
+        num_envs: N.
+        observation_space: The space of one environment.
+        action_space: The space of one environment.
+        seed: Environment i is first reset with `seed + i`.
+        run_step: int64 [N], steps of each environment in the run.
+        episode: int64 [N], episodes that each environment began before its present one; -1 before
+            the first.
+        reset_seeds: Seeds of the first reset, where they are not `seed + i`.
+        interrupt: Asked while waiting; True ends the wait with
+            `gymtask.errors.CollectionInterrupted`.
+        num_posted: Steps asked for so far.
+        num_pending: Environments whose step was asked for and not taken.
+        was_reset: Whether the pool was reset at least once.
+        memory: What the collector keeps between two collections; dropped by `reset`.
+        noise: The action noise, made by the collector from `noise_key`.
+        noise_key: (seed, purpose, count) of the action noise.
+        cursor: The environment whose turn it is to give a row more than others.
+    """
+
+    def __init__(self, workers: Sequence[BaseEnvironmentWorker], slots: Slots) -> None:
+        self.workers = list(workers)
+        self.slots = slots
+        self.num_envs = slots.num_envs
+        self.observation_space: Space = slots.observation_space
+        self.action_space: Space = slots.action_space
+        self.seed = workers[0].seed
+        self.cleanup_time = max(worker.cleanup_time for worker in workers)
+        self.all_ids: Array = np.arange(self.num_envs)
+        self.run_step: Array = np.zeros(self.num_envs, np.int64)
+        self.episode: Array = np.full(self.num_envs, -1, np.int64)
+        self.reset_seeds: list[int] | None = None
+        self.interrupt: Callable[[], bool] | None = None
+        self.memory: Any = None
+        self.noise: Any = None
+        self.noise_key = (self.seed, "noise", 0)
+        self.cursor = 0
+        self.num_posted = 0
+        self.closed = False
+        self.was_reset = False
+        self._pending: Array = np.zeros(self.num_envs, bool)
+        self.num_pending = 0
+        self._ready: list[int] = []
+
+    @staticmethod
+    def from_workers(workers: Sequence[BaseEnvironmentWorker]) -> WorkerPool:
+        """Starts workers.
+
+        Their env_ids must be 0 … N−1 in order, and their modes and spaces the same.
+
+        Raises:
+            ConfigurationError: The workers do not fit together.
+        """
+        from gymtask.workers.process import (
+            ProcessPool,
+        )  # here, because the modes build on this module
+        from gymtask.workers.sync import SyncPool
+        from gymtask.workers.thread import ThreadPool
+
+        modes: dict[str, Any] = {"sync": SyncPool, "thread": ThreadPool, "process": ProcessPool}
+        if not workers:
+            raise ConfigurationError("`workers` must hold at least one worker, got none")
+        found = [index for worker in workers for index in worker.env_ids]
+        if found != list(range(len(found))):
+            raise ConfigurationError(
+                f"`env_ids` of the workers must be 0 to N-1 in order, got {found}"
+            )
+        if len({worker.mode for worker in workers}) != 1 or workers[0].mode not in modes:
+            raise ConfigurationError(
+                f"`mode` must be one of {', '.join(map(repr, modes))} and the same for all workers,"
+                f" got {[worker.mode for worker in workers]}"
+            )
+        env = workers[0].maker()
+        observation_space, action_space = env.observation_space, env.action_space
+        env.close()
+        pool: WorkerPool = modes[workers[0].mode](workers, observation_space, action_space)
+        return pool
+
+    # ---- what a user calls -----------------------------------------------------------------------
+
+    def reset(self, seed: int | None = None) -> Steps:
+        """Starts a new episode in all environments and waits for them.
+
+        Args:
+            seed: Environment i is reset with `seed + i`. None: with the pool's own seed the first
+                time, and with no seed afterwards, so that its random stream goes on.
+
+        Raises:
+            PoolStateError: Actions are pending.
+        """
+        self._require_idle("reset")
+        if seed is not None:
+            seeds: list[int | None] = [seed + index for index in range(self.num_envs)]
+        elif self.was_reset:
+            seeds = [None] * self.num_envs
+        else:
+            seeds = list(self.reset_seeds or [self.seed + index for index in range(self.num_envs)])
+        self.memory = None
+        self._run("reset", [(seed,) for seed in seeds])
+        self.episode += 1
+        self.was_reset = True
+        return self._steps(self.all_ids)
+
+    def send(self, actions: Any, env_ids: Sequence[int] | Array | None = None) -> None:
+        """Sends actions to environments and returns at once.
+
+        Args:
+            actions: In the environment's own units: [n, *shape], or dicts and tuples of such
+                arrays.
+            env_ids: Indices of the n environments; None: all of them.
+
+        Raises:
+            PoolStateError: An environment has not been reset, or has an action pending already.
+            ConfigurationError: The indices or the shapes do not fit.
+        """
+        self._require_open()
+        ids = self.all_ids if env_ids is None else np.asarray(env_ids, np.int64)
+        if ids.ndim != 1 or len(ids) == 0 or len(set(ids.tolist())) != len(ids):
+            raise ConfigurationError(
+                f"`env_ids` must be one or more different indices, got {env_ids!r}"
+            )
+        if ids.min() < 0 or ids.max() >= self.num_envs:
+            raise ConfigurationError(
+                f"`env_ids` must lie in 0 to {self.num_envs - 1}, got {ids.tolist()}"
+            )
+        if not self.was_reset:
+            raise PoolStateError("cannot send before the first reset; call reset() first")
+        if self._pending[ids].any():
+            raise PoolStateError(
+                f"cannot send to environments {ids[self._pending[ids]].tolist()}, as their last"
+                " action is pending; call recv() first"
+            )
+        values = flatten(self.action_space, actions)
+        leaves = space_leaves(self.action_space, "action")
+        arrays = [np.asarray(value) for value in values]
+        for leaf, array in zip(leaves, arrays, strict=True):
+            if array.shape != (len(ids), *leaf.shape):
+                raise ConfigurationError(
+                    f"`actions` must have shape {(len(ids), *leaf.shape)}, got {array.shape}"
+                )
+            if not np.can_cast(array.dtype, leaf.dtype, casting="same_kind"):
+                raise ConfigurationError(
+                    f"`actions` must be of dtype {leaf.dtype}, got {array.dtype}"
+                )
+        for target, array in zip(self.slots.action, arrays, strict=True):
+            target[ids] = array
+        self.post(ids)
+
+    def recv(
+        self, min_envs: int = 1, max_envs: int | None = None, timeout: float | None = None
+    ) -> Steps:
+        """Gives the rows of environments that are ready.
+
+        Args:
+            min_envs: Returns as soon as so many rows are ready; more than are pending counts as all
+                that are.
+            max_envs: Gives at most so many; the rest stay for the next call, first come, first
+                served.
+            timeout: Seconds after which fewer rows than `min_envs` are given, but never none.
+
+        Returns:
+            Copies that the caller owns.
+
+        Raises:
+            NothingPendingError: No environment was sent an action.
+            Exception: What an environment raised; the pool is then closed.
+        """
+        self._require_open()
+        limit = self.num_envs if max_envs is None else max_envs
+        if min_envs < 1 or limit < min_envs:
+            raise ConfigurationError(
+                f"`min_envs` must be at least 1 and at most max_envs ({max_envs}), got {min_envs}"
+            )
+        return self._steps(self.take(min_envs, limit, timeout))
+
+    def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """Calls a method of each environment, or reads an attribute, and gives N results."""
+        self._require_idle("call")
+        return tuple(self._run("call", [(name, *args)] * self.num_envs, kwargs))
+
+    def get_attr(self, name: str) -> tuple[Any, ...]:
+        """The attribute of each environment, N of them."""
+        self._require_idle("get_attr")
+        return tuple(self._run("get_attr", [(name,)] * self.num_envs))
+
+    def set_attr(self, name: str, values: Any) -> None:
+        """Sets an attribute on the wrapper that has it, else on the innermost environment.
+
+        Args:
+            name: The attribute.
+            values: A list or tuple with one value for each environment, or one value for all.
+        """
+        self._require_idle("set_attr")
+        listed = list(values) if isinstance(values, (list, tuple)) else [values] * self.num_envs
+        if len(listed) != self.num_envs:
+            raise ConfigurationError(
+                f"`values` must hold {self.num_envs} values, got {len(listed)}"
+            )
+        self._run("set_attr", [(name, value) for value in listed])
+
+    def render(self) -> tuple[Any, ...]:
+        """What `render()` of each environment gives."""
+        self._require_idle("render")
+        return tuple(self._run("render", [()] * self.num_envs))
+
+    def close(self, timeout: float | None = None) -> None:
+        """Ends all workers; does nothing the second time.
+
+        Args:
+            timeout: Seconds that environments get to close before their workers are killed; None:
+                the config's `env_cleanup_time`.
+        """
+        if not self.closed:
+            self.closed = True
+            self._close(self.cleanup_time if timeout is None else timeout)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The counters of the run, as plain numbers and lists."""
+        return {
+            "run_step": self.run_step.tolist(),
+            "episode": self.episode.tolist(),
+            "cursor": self.cursor,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on counting where another pool of the same run stood; before the first reset.
+
+        Raises:
+            ConfigurationError: The other pool had another number of environments.
+            PoolStateError: This pool was reset already.
+        """
+        if self.was_reset:
+            raise PoolStateError(
+                "cannot load counters after the first reset; load them into a new pool"
+            )
+        if len(state["run_step"]) != self.num_envs:
+            raise ConfigurationError(
+                f"`state` must be of a pool with {self.num_envs} environments, got one with"
+                f" {len(state['run_step'])}"
+            )
+        self.run_step[:] = state["run_step"]
+        self.episode[:] = state["episode"]
+        self.cursor = int(state["cursor"])
+
+    # ---- the per-step path, which the collector calls --------------------------------------------
+
+    def post(self, env_ids: Array) -> None:
+        """Starts a step in `env_ids`, whose actions lie in the slots."""
+        self._pending[env_ids] = True
+        self.num_pending += len(env_ids)
+        self.num_posted += len(env_ids)
+        self._post(env_ids)
+
+    def take(self, min_envs: int, max_envs: int, timeout: float | None = None) -> Array:
+        """Waits as `recv` does, and gives the indices of the environments alone, increasing.
+
+        The rows lie in the slots.
+        """
+        if not self.num_pending:
+            raise NothingPendingError("cannot recv, as no action is pending; call send() first")
+        want = min(min_envs, self.num_pending)
+        deadline = None if timeout is None else time.monotonic() + timeout
+        if len(self._ready) >= want:
+            self._wait(0.0)  # whoever has finished since joins
+        while len(self._ready) < want:
+            patience = WAIT_SLICE
+            if deadline is not None and self._ready:
+                patience = min(patience, deadline - time.monotonic())
+                if patience <= 0:
+                    break
+            self._wait(patience)
+            if not self._ready and self.interrupt is not None and self.interrupt():
+                raise CollectionInterrupted("asked to stop while waiting for environments")
+        return self._pop(max_envs)
+
+    def _pop(self, max_envs: int) -> Array:
+        ready = self._ready
+        if len(ready) == self.num_envs <= max_envs:
+            ids = self.all_ids
+            self._ready = []
+        else:
+            ids = np.sort(np.array(ready[:max_envs], np.int64))
+            self._ready = ready[max_envs:]
+        self._pending[ids] = False
+        self.num_pending -= len(ids)
+        return ids
+
+    # ---- what a mode adds ------------------------------------------------------------------------
+
+    @abstractmethod
+    def _post(self, env_ids: Array) -> None:
+        """Starts a step in these environments."""
+
+    @abstractmethod
+    def _wait(self, timeout: float) -> None:
+        """Waits up to `timeout` seconds for a worker; adds rows of finished ones to `_ready`."""
+
+    @abstractmethod
+    def _run(
+        self, method: str, args: Sequence[tuple[Any, ...]], kwargs: dict[str, Any] | None = None
+    ) -> list[Any]:
+        """Runs a method on every environment, with its own arguments, and gives the N results."""
+
+    @abstractmethod
+    def _close(self, timeout: float) -> None:
+        """Ends all workers within `timeout` + 1 seconds."""
+
+    def _fail(
+        self, error: BaseException, env_id: int, cause: BaseException | None = None
+    ) -> NoReturn:
+        """Closes the pool, so that the others stop, and raises what environment `env_id` raised."""
+        try:
+            self.close()
+        except Exception as other:
+            error.add_note(f"closing the pool then raised {type(other).__name__}: {other}")
+        if env_id >= 0:
+            error.add_note(
+                f"raised by environment {env_id} of {self.num_envs}, in {self.workers[0].mode} mode"
+            )
+        raise error from cause
+
+    def _check_interrupt(self) -> None:
+        """Closes the pool and raises, if it was asked to stop during something else than a step."""
+        if self.interrupt is not None and self.interrupt():
+            self.close()
+            raise CollectionInterrupted("asked to stop while workers were busy; the pool is closed")
+
+    # ---- helpers ---------------------------------------------------------------------------------
+
+    def _steps(self, ids: Array) -> Steps:
+        slots = self.slots
+        terminated, truncated = slots.terminated[ids], slots.truncated[ids]
+        return Steps(
+            env_ids=ids.copy(),
+            observation=slots.nested_observation(ids),
+            reward=slots.reward[ids],
+            terminated=terminated,
+            truncated=truncated,
+            final_observation=slots.nested_observation(ids[terminated | truncated], final=True),
+            info=[dict(slots.infos[index]) for index in ids],
+        )
+
+    def _require_open(self) -> None:
+        if self.closed:
+            raise PoolClosedError(
+                "cannot use the pool, as it is closed; make a new one with get_worker_pool()"
+            )
+
+    def _require_idle(self, call: str) -> None:
+        self._require_open()
+        if self.num_pending:
+            raise PoolStateError(
+                f"cannot {call} while actions of environments"
+                f" {np.flatnonzero(self._pending).tolist()} are pending; call recv() first"
+            )

@@ -1,0 +1,248 @@
+"""One row of memory per environment, and the body that steps an environment into its row.
+
+The body is the same whether it runs in this process, in a thread or in another process; only the
+memory under the arrays differs. An environment whose episode ends is reset in the same step: its
+final observation is copied to a second row before the reset, so that an environment which reuses
+its arrays cannot overwrite it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from gymtask.errors import ObservationError
+from gymtask.maker import AnyEnv, EnvironmentMaker
+from gymtask.workers.layout import (
+    Array,
+    Leaf,
+    Reader,
+    Space,
+    Writer,
+    make_reader,
+    make_writer,
+    nest,
+    space_leaves,
+)
+
+ALIGNMENT = 64  # bytes: a cache line, so that arrays written by different processes never share one
+
+
+class Slots:
+    """The arrays of N environments.
+
+    Attributes:
+        num_envs: N.
+        observation_space: The space of one environment.
+        action_space: The space of one environment.
+        observation: Leaves [N, *shape]: what the policy acts on next; after an episode's end, the
+            first observation of the next episode.
+        final_observation: Leaves [N, *shape]: the last observation of the episode, where it has
+            just ended.
+        action: Leaves [N, *shape]: what the environment gets, in its own dtype and units.
+        reward: float64 [N].
+        terminated: bool [N].
+        truncated: bool [N].
+        requested: bool [N]: whether an environment is to be stepped.
+        infos: For each environment, the values of the asked info keys of its last step or reset.
+    """
+
+    def __init__(
+        self, observation_space: Space, action_space: Space, num_envs: int, memory: Any = None
+    ) -> None:
+        """Lays the arrays over `memory`, a writable buffer of `Slots.nbytes(...)` zero bytes.
+
+        None allocates it.
+        """
+        self.num_envs = num_envs
+        self.observation_space = observation_space
+        self.action_space = action_space
+        arrays = _carve(_fields(observation_space, action_space), num_envs, memory)
+        num_observation = len(space_leaves(observation_space, "observation"))
+        self.observation = arrays[:num_observation]
+        self.final_observation = arrays[num_observation : 2 * num_observation]
+        self.action = arrays[2 * num_observation : -4]
+        self.reward, self.terminated, self.truncated, self.requested = arrays[-4:]
+        self.infos: list[dict[str, Any]] = [{} for _ in range(num_envs)]
+
+    @staticmethod
+    def nbytes(observation_space: Space, action_space: Space, num_envs: int) -> int:
+        """Bytes of memory that the arrays take."""
+        return sum(_padded(leaf, num_envs) for leaf in _fields(observation_space, action_space))
+
+    def nested_observation(self, env_ids: Array, *, final: bool = False) -> Any:
+        """Copies of the observations of `env_ids` [n], arranged as the space is."""
+        leaves = self.final_observation if final else self.observation
+        return nest(self.observation_space, [leaf[env_ids] for leaf in leaves])
+
+
+def _fields(observation_space: Space, action_space: Space) -> list[Leaf]:
+    observation = space_leaves(observation_space, "observation")
+    action = space_leaves(action_space, "action")
+    scalars = [
+        Leaf((name,), observation_space, (), np.dtype(kind))
+        for name, kind in [
+            ("reward", float),
+            ("terminated", bool),
+            ("truncated", bool),
+            ("requested", bool),
+        ]
+    ]
+    return [*observation, *observation, *action, *scalars]
+
+
+def _padded(leaf: Leaf, num_envs: int) -> int:
+    size = num_envs * int(np.prod(leaf.shape)) * leaf.dtype.itemsize
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _carve(leaves: Sequence[Leaf], num_envs: int, memory: Any) -> list[Array]:
+    if memory is None:
+        memory = np.zeros(sum(_padded(leaf, num_envs) for leaf in leaves), dtype=np.uint8)
+    arrays, offset = [], 0
+    for leaf in leaves:
+        shape = (num_envs, *leaf.shape)
+        flat: Array = np.frombuffer(memory, leaf.dtype, int(np.prod(shape)), offset)
+        arrays.append(flat.reshape(shape))
+        offset += _padded(leaf, num_envs)
+    return arrays
+
+
+class EnvironmentStepper:
+    """Makes some of the environments and steps each into its row of the slots.
+
+    Attributes:
+        envs: The environments, by their index in the pool.
+        current: Index of the environment that is being stepped or reset, -1 when none is.
+    """
+
+    def __init__(self, slots: Slots, makers: Mapping[int, EnvironmentMaker]) -> None:
+        self.slots = slots
+        self.current = -1
+        self.envs: dict[int, AnyEnv] = {}
+        self._info_keys = {index: maker.info_keys for index, maker in makers.items()}
+        self._write: Writer = make_writer(slots.observation_space, slots.observation)
+        self._write_final: Writer = make_writer(slots.observation_space, slots.final_observation)
+        self._read: Reader = make_reader(slots.action_space, slots.action)
+        try:
+            for index, maker in makers.items():
+                self.current = index
+                self.envs[index] = maker()
+                self._check_spaces(index)
+        except BaseException:
+            self.close()
+            raise
+        self.current = -1
+
+    def _check_spaces(self, index: int) -> None:
+        expected = (self.slots.observation_space, self.slots.action_space)
+        for role, space in zip(("observation_space", "action_space"), expected, strict=True):
+            found = getattr(self.envs[index], role)
+            if found != space:
+                raise ObservationError(
+                    f"`{role}` of every environment must be {space}, got {found} from environment"
+                    f" {index}"
+                )
+
+    def step(self, index: int) -> None:
+        """Steps an environment with its action, and begins its next episode if this one ends."""
+        self.current = index
+        slots, env = self.slots, self.envs[index]
+        observation, reward, terminated, truncated, info = env.step(self._read(index))
+        slots.reward[index] = reward
+        slots.terminated[index] = terminated
+        slots.truncated[index] = truncated
+        keys = self._info_keys[index]
+        if keys:
+            slots.infos[index] = {key: info[key] for key in keys if key in info}
+        if terminated or truncated:
+            self._write_final(index, observation)
+            observation, _ = env.reset()
+        self._write(index, observation)
+        self.current = -1
+
+    def reset(self, index: int, seed: int | None) -> None:
+        """Starts a new episode in environment `index`; a seed also seeds its action space."""
+        slots, env = self.slots, self.envs[index]
+        observation, _ = env.reset(seed=seed)
+        if seed is not None:
+            env.action_space.seed(seed)
+        slots.reward[index], slots.terminated[index], slots.truncated[index] = 0.0, False, False
+        slots.infos[index] = {}
+        self._write(index, observation)
+
+    def run(
+        self,
+        method: str,
+        env_ids: Sequence[int],
+        args: Sequence[tuple[Any, ...]],
+        kwargs: dict[str, Any],
+    ) -> list[Any]:
+        """Runs "reset", "call", "get_attr", "set_attr" or "render" on some environments.
+
+        Args:
+            method: What to run.
+            env_ids: The environments.
+            args: Arguments for each environment of the pool, by its index.
+            kwargs: Keywords for all of them.
+        """
+        results: list[Any] = []
+        for index in env_ids:
+            self.current = index
+            if method == "reset":
+                self.reset(index, *args[index])
+            else:
+                results.append(_APPLY[method](self.envs[index], *args[index], **kwargs))
+            self.current = -1
+        return results
+
+    @property
+    def keeps_infos(self) -> bool:
+        """Whether the values of some info keys are kept."""
+        return any(self._info_keys.values())
+
+    def close(self) -> None:
+        """Closes all environments.
+
+        The first exception is raised once all of them were asked to close.
+        """
+        failures = []
+        for index, env in self.envs.items():
+            try:
+                env.close()
+            except Exception as error:
+                error.add_note(f"raised by close() of environment {index}")
+                failures.append(error)
+        self.envs = {}
+        if failures:
+            raise failures[0]
+
+
+def _call(env: AnyEnv, name: str, *args: Any, **kwargs: Any) -> Any:
+    attribute = env.get_wrapper_attr(name)
+    return attribute(*args, **kwargs) if callable(attribute) else attribute
+
+
+def _set_attr(env: AnyEnv, name: str, value: Any) -> None:
+    # Gymnasium would put an attribute that nobody has on the outermost wrapper, where the dynamics
+    # do not see it.
+    if not env.set_wrapper_attr(name, value, force=False):
+        setattr(env.unwrapped, name, value)
+
+
+def _get_attr(env: AnyEnv, name: str) -> Any:
+    return env.get_wrapper_attr(name)
+
+
+def _render(env: AnyEnv) -> Any:
+    return env.render()
+
+
+_APPLY: dict[str, Callable[..., Any]] = {
+    "call": _call,
+    "get_attr": _get_attr,
+    "set_attr": _set_attr,
+    "render": _render,
+}

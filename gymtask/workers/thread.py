@@ -1,0 +1,172 @@
+"""Environments that run in daemon threads, each always in the same one."""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from gymtask.workers.layout import Array, Space
+from gymtask.workers.pool import WAIT_SLICE, WorkerPool
+from gymtask.workers.slots import EnvironmentStepper, Slots
+from gymtask.workers.worker import BaseEnvironmentWorker, split_by_owner
+
+Job: TypeAlias = "Callable[[EnvironmentStepper], Any]"
+
+
+class _Failure:
+    """An exception on its way from a thread to the pool."""
+
+    def __init__(self, error: BaseException, env_id: int) -> None:
+        self.error = error
+        self.env_id = env_id
+
+
+class _WorkerThread(threading.Thread):
+    """Makes its environments in its own thread and runs one job after another on them."""
+
+    def __init__(
+        self, index: int, worker: BaseEnvironmentWorker, slots: Slots, results: SimpleQueue[Any]
+    ) -> None:
+        super().__init__(name=f"gymtask-worker-{index}", daemon=True)
+        self.index = index
+        self.worker = worker
+        self.jobs: SimpleQueue[Job | None] = SimpleQueue()
+        self._slots = slots
+        self._results = results
+
+    def run(self) -> None:
+        stepper: EnvironmentStepper | None = None
+        makers = dict.fromkeys(self.worker.env_ids, self.worker.maker)
+
+        def make(_: Any) -> None:
+            nonlocal stepper
+            stepper = EnvironmentStepper(self._slots, makers)
+
+        self._answer(make, None)
+        while (job := self.jobs.get()) is not None and stepper is not None:
+            self._answer(job, stepper)
+        if stepper is not None:
+            self._answer(EnvironmentStepper.close, stepper)
+
+    def _answer(self, job: Callable[[Any], Any], stepper: EnvironmentStepper | None) -> None:
+        try:
+            answer = job(stepper)
+        except BaseException as error:  # every kind goes to the thread that waits for the answer
+            answer = _Failure(error, -1 if stepper is None else stepper.current)
+        self._results.put((self.index, answer))
+
+
+class ThreadPool(WorkerPool):
+    """Runs each worker's environments in a thread of its own.
+
+    Wins where environments release the GIL.
+
+    A thread cannot be killed: one that is inside `step` when the pool closes is abandoned, and
+    named in a warning.
+    """
+
+    def __init__(
+        self,
+        workers: Sequence[BaseEnvironmentWorker],
+        observation_space: Space,
+        action_space: Space,
+    ) -> None:
+        num_envs = sum(len(worker.env_ids) for worker in workers)
+        super().__init__(workers, Slots(observation_space, action_space, num_envs))
+        self._owner: Array = np.repeat(
+            np.arange(len(workers)), [len(worker.env_ids) for worker in workers]
+        )
+        self._results: SimpleQueue[Any] = SimpleQueue()
+        self._threads = [
+            _WorkerThread(index, worker, self.slots, self._results)
+            for index, worker in enumerate(workers)
+        ]
+        for thread in self._threads:
+            thread.start()
+        self._gather(len(self._threads))
+
+    def _post(self, env_ids: Array) -> None:
+        for worker, ids in split_by_owner(env_ids, self._owner, len(self._threads)):
+            self._threads[worker].jobs.put(partial(_step_all, env_ids=ids))
+
+    def _wait(self, timeout: float) -> None:
+        try:
+            self._accept(
+                self._results.get(timeout=timeout) if timeout > 0 else self._results.get_nowait()
+            )
+            while True:
+                self._accept(self._results.get_nowait())
+        except Empty:
+            return
+
+    def _accept(self, result: tuple[int, Any]) -> None:
+        _, answer = result
+        if isinstance(answer, _Failure):
+            self._fail(answer.error, answer.env_id)
+        self._ready += answer
+
+    def _run(
+        self, method: str, args: Sequence[tuple[Any, ...]], kwargs: dict[str, Any] | None = None
+    ) -> list[Any]:
+        for thread in self._threads:
+            env_ids = thread.worker.env_ids
+            thread.jobs.put(
+                partial(_run_on, method=method, env_ids=env_ids, args=args, kwargs=kwargs or {})
+            )
+        answers = self._gather(len(self._threads))
+        return [result for worker in range(len(self._threads)) for result in answers[worker]]
+
+    def _gather(self, count: int) -> dict[int, Any]:
+        """Waits for one answer of each worker.
+
+        All are read before a failure is raised, so that none is left over.
+        """
+        answers: dict[int, Any] = {}
+        while len(answers) < count:
+            try:
+                worker, answer = self._results.get(timeout=WAIT_SLICE)
+                answers[worker] = answer
+            except Empty:
+                self._check_interrupt()
+        for answer in answers.values():
+            if isinstance(answer, _Failure):
+                self._fail(answer.error, answer.env_id)
+        return answers
+
+    def _close(self, timeout: float) -> None:
+        deadline = time.monotonic() + timeout
+        for thread in self._threads:
+            thread.jobs.put(None)
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, deadline - time.monotonic()))
+        while not self._results.empty():
+            _, answer = self._results.get()
+            if isinstance(answer, _Failure):
+                answer.error.add_note("raised while the pool was closing")
+                raise answer.error
+        stuck = [thread.worker.env_ids for thread in self._threads if thread.is_alive()]
+        if stuck:
+            warnings.warn(
+                f"{len(stuck)} worker threads did not finish within {timeout} s and were abandoned,"
+                f" with environments {stuck}",
+                ResourceWarning,
+                stacklevel=3,
+            )
+
+
+def _step_all(stepper: EnvironmentStepper, env_ids: list[int]) -> list[int]:
+    for index in env_ids:
+        stepper.step(index)
+    return env_ids
+
+
+def _run_on(stepper: EnvironmentStepper, **arguments: Any) -> list[Any]:
+    return stepper.run(**arguments)

@@ -1,0 +1,94 @@
+"""A worker before it is started, and the rows that come back from started ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from gymtask.config import EnvironmentConfig
+from gymtask.maker import EnvironmentMaker
+from gymtask.workers.layout import Array
+
+
+@dataclass(frozen=True)
+class BaseEnvironmentWorker:
+    """A worker that is not started yet: which environments it will run, and how.
+
+    Attributes:
+        maker: Makes each of its environments.
+        env_ids: Their indices in the pool.
+        seed: Environment i is first reset with `seed + i`.
+        mode: "sync", "thread" or "process".
+        cleanup_time: Seconds it gets to close its environments before it is killed.
+        daemon: Whether a worker process is daemonic.
+    """
+
+    maker: EnvironmentMaker
+    env_ids: tuple[int, ...]
+    seed: int
+    mode: str = "sync"
+    cleanup_time: float = 5.0
+    daemon: bool = True
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Rows that a pool gave back: n real transitions, or n first observations after a reset.
+
+    Attributes:
+        env_ids: int64 [n], increasing.
+        observation: [n, *shape], or dicts and tuples of such arrays; after an episode's end, the
+            first observation of the next episode.
+        reward: float64 [n].
+        terminated: bool [n].
+        truncated: bool [n].
+        final_observation: [m, *shape], the last observations of the m episodes that ended, in the
+            order of the rows whose `ended` is True.
+        info: One dict for each row, with those of the environment's `info_keys` that it gave.
+    """
+
+    env_ids: Array
+    observation: Any
+    reward: Array
+    terminated: Array
+    truncated: Array
+    final_observation: Any
+    info: list[dict[str, Any]]
+
+    @property
+    def ended(self) -> Array:
+        """Whether the row is the last of its episode, bool [n]."""
+        ended: Array = self.terminated | self.truncated
+        return ended
+
+
+def make_workers(
+    maker: EnvironmentMaker, config: EnvironmentConfig, *, force_sync: bool = False
+) -> list[BaseEnvironmentWorker]:
+    """Splits environments over workers, in sizes that differ by at most one."""
+    sync = force_sync or config.num_env_workers == 0
+    num_workers = max(1, config.num_env_workers)
+    groups = np.array_split(np.arange(config.total_envs), num_workers)
+    return [
+        BaseEnvironmentWorker(
+            maker=maker,
+            env_ids=tuple(group.tolist()),
+            seed=config.env_seed,
+            mode="sync" if sync else config.env_worker_mode,
+            cleanup_time=config.env_cleanup_time,
+            daemon=config.daemon,
+        )
+        for group in groups
+    ]
+
+
+def split_by_owner(env_ids: Array, owner: Array, num_workers: int) -> list[tuple[int, list[int]]]:
+    """The workers that own some of `env_ids`, each with those that it owns."""
+    owners = owner[env_ids]
+    return [
+        (worker, env_ids[owners == worker].tolist())
+        for worker in range(num_workers)
+        if (owners == worker).any()
+    ]
