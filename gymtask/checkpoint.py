@@ -58,12 +58,10 @@ def to_plain(value: Any, name: str, *, as_text: bool = False) -> Any:
     Raises:
         CheckpointError: A value of another type, named by its place.
     """
-    if isinstance(value, Tensor):
-        return _plain_tensor(value)
+    if isinstance(value, (Tensor, np.ndarray)) and not as_text:
+        return _plain_tensor(torch.as_tensor(value))
     if isinstance(value, np.generic):
         return value.item()
-    if isinstance(value, np.ndarray):
-        return torch.tensor(value)
     if isinstance(value, Mapping):
         return {
             _plain_key(key, name): to_plain(item, f"{name}.{key}", as_text=as_text)
@@ -101,7 +99,7 @@ def _plain_tensor(value: Tensor) -> Tensor:
 
 
 def rng_state() -> dict[str, Any]:
-    """The states of torch's (CUDA's too), numpy's and Python's global generators, as plain values."""
+    """The states of torch's (CUDA's too), numpy's and Python's generators, as plain values."""
     kind, words, place, has_gauss, gauss = np.random.get_state(legacy=True)
     version, internal, gauss_next = random.getstate()
     state: dict[str, Any] = {
@@ -109,7 +107,7 @@ def rng_state() -> dict[str, Any]:
         "numpy": [kind, torch.tensor(np.asarray(words, np.int64)), place, has_gauss, gauss],
         "python": [version, list(internal), gauss_next],
     }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = torch.cuda.get_rng_state_all()
     return state
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,14 +12,15 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from gymtask.acting import Actor, eval_mode
+from gymtask.acting import Actor, Answer, eval_mode
 from gymtask.environment import Environment, require_rgb_array
-from gymtask.errors import ConfigurationError
+from gymtask.errors import ConfigurationError, HookError
+from gymtask.maker import EnvironmentMaker
 from gymtask.sampling import NoiseStreams, stream_seed
 from gymtask.spaces import nest_tensors
 from gymtask.trajectory import Key, Piece, assemble
 from gymtask.video import standardize_frame, write_video
-from gymtask.workers.layout import Array
+from gymtask.workers.layout import Array, space_leaves
 
 if TYPE_CHECKING:
     from gymtask.task import ReinforcementLearningTask
@@ -34,6 +36,9 @@ class Clip:
         optimal: Whether to act greedily.
         images: Whether it is rendered.
 
+    Attributes:
+        environment: The environment, made for this clip alone.
+
     Raises:
         ConfigurationError: It is to be rendered, and the environment gives no pictures.
     """
@@ -48,35 +53,49 @@ class Clip:
         images: bool,
     ) -> None:
         config = task.config.environment
-        maker = task.get_environment().maker
+        maker = _maker_of(task)
         self._images = images
         self._max_steps = config.max_steps
         self._seed = stream_seed(config.env_seed, "clip", 0, count)
         self._model = model
         self.environment = Environment.from_maker(
-            maker.with_render_mode("rgb_array") if images else maker
+            maker.with_render_mode("rgb_array") if images else maker,
+            action_clip=config.action_clip,
         )
-        self.environment.action_clip = config.action_clip
         try:
             env = self.environment.env
             if images:
                 require_rgb_array(env, maker)
-            self._actor = Actor(
-                task,
-                model,
-                observation_space=env.observation_space,
-                action_space=env.action_space,
-                capacity=1,
-                noise=NoiseStreams((config.env_seed, "clip", count), 1),
-                optimal=optimal,
-                keep_float64=maker.keep_float64,
-            )
+            self._actor = None if model is None else self._make_actor(task, count, optimal)
         except BaseException:
             self.environment.close()
             raise
+        self._observation_keys: list[Key] = [
+            ("observation", *leaf.path)
+            for leaf in space_leaves(env.observation_space, "observation")
+        ]
+        self._action_keys: list[Key] = [
+            ("action", *leaf.path) for leaf in space_leaves(env.action_space, "action")
+        ]
         self._states: dict[Key, list[Array]] = {}
         self._rows: dict[Key, list[Array]] = {}
+        self._infos: list[dict[str, Any]] = []
         self._length = 0
+
+    def _make_actor(
+        self, task: ReinforcementLearningTask[Any, Any], count: int, optimal: bool
+    ) -> Actor:
+        environment = self.environment
+        return Actor(
+            task,
+            self._model,
+            observation_space=environment.observation_space,
+            action_space=environment.action_space,
+            capacity=1,
+            noise=NoiseStreams((task.config.environment.env_seed, "clip", count), 1),
+            optimal=optimal,
+            keep_float64=environment.maker.keep_float64,
+        )
 
     def frames(self, standardize: bool) -> Iterator[Any]:
         """Plays the episode and yields its L + 1 pictures, or None for each if none is rendered.
@@ -87,7 +106,7 @@ class Clip:
         environment = self.environment
         try:
             state = environment.reset(seed=self._seed)
-            carry = dict(self._actor.initial_carry)
+            carry = {} if self._actor is None else dict(self._actor.initial_carry)
             self._observe(state, carry)
             yield self._picture(standardize)
             while not environment.terminated(state) and self._length < self._max_steps:
@@ -109,22 +128,19 @@ class Clip:
             length=self._length,
             states={key: np.stack(values) for key, values in self._states.items()},
             rows={key: np.stack(values) for key, values in self._rows.items()},
+            infos=self._infos,
         )
-        return assemble([piece], ())
+        return assemble([piece], self.environment.maker.info_keys)
 
     def _picture(self, standardize: bool) -> Any:
         if not self._images:
             return None
-        frame: Any = self.environment.env.render()
-        if frame is None:
-            raise ConfigurationError(
-                f"render() must return a picture, got None at step {self._length}"
-            )
-        return standardize_frame(frame) if standardize else frame
+        picture = self.environment.picture()
+        return standardize_frame(picture) if standardize else picture
 
-    def _observe(self, state: TensorDict, carry: dict[Key, Array]) -> None:
-        for column in self._actor.observation_columns:
-            self._states.setdefault(column.key, []).append(state[column.key].numpy())
+    def _observe(self, state: TensorDict, carry: Mapping[Key, Array]) -> None:
+        for key in self._observation_keys:
+            self._states.setdefault(key, []).append(state[key].numpy())
         for key, value in carry.items():
             self._states.setdefault(key, []).append(value)
 
@@ -133,37 +149,59 @@ class Clip:
 
         Its row is stored, and `carry` is moved on.
         """
-        if self._model is None:
+        if self._actor is None:
             action = self.environment.sample_action()
-            for leaf in self._actor.codec.leaves:
-                key = ("action", *leaf.path)
-                value = action[leaf.path] if leaf.path else action
-                self._rows.setdefault(key, []).append(value.numpy())
+            rows = {key: action[key[1:]] if key[1:] else action for key in self._action_keys}
+            self._keep({key: row.numpy() for key, row in rows.items()})
             return action  # type: ignore[no-any-return]
-        arrays = self._actor.arrays
+        answer = self._ask(self._actor)
+        actions = dict(zip(self._action_keys, answer.actions, strict=True))
+        self._keep({key: rows[0].copy() for key, rows in {**actions, **answer.extras}.items()})
+        carry.update({key: rows[0].copy() for key, rows in answer.carries.items()})
+        self._actor.release(1)
+        tensors = [torch.from_numpy(np.array(self._rows[key][-1])) for key in self._action_keys]
+        nested = nest_tensors(self.environment.action_space, tensors)
+        return TensorDict(nested, batch_size=[]) if isinstance(nested, dict) else nested
+
+    def _ask(self, actor: Actor) -> Answer:
+        arrays = actor.arrays
         for key, values in self._states.items():
             arrays[key][0] = values[-1]
         arrays[("step",)][0] = arrays[("run_step",)][0] = self._length
         arrays[("is_init",)][0] = self._length == 0
         arrays[("env_id",)][0] = arrays[("trajectory_id",)][0] = 0
         with eval_mode(self._model):
-            answer = self._actor.act(np.zeros(1, np.int64))
-        leaves = self._actor.codec.leaves
-        actions = {
-            ("action", *leaf.path): rows for leaf, rows in zip(leaves, answer.actions, strict=True)
-        }
-        for key, rows in {**actions, **answer.extras}.items():
-            self._rows.setdefault(key, []).append(rows[0].copy())
-        carry.update({key: rows[0].copy() for key, rows in answer.carries.items()})
-        self._actor.release(1)
-        tensors = [torch.from_numpy(np.array(self._rows[key][-1])) for key in actions]
-        nested = nest_tensors(self.environment.action_space, tensors)
-        return TensorDict(nested, batch_size=[]) if isinstance(nested, dict) else nested
+            return actor.act(np.zeros(1, np.int64))
+
+    def _keep(self, rows: Mapping[Key, Array]) -> None:
+        """Stores what was chosen, which must be of the same kind in every step."""
+        first = {key: self._rows[key][0] for key in self._rows if key[0] != "next"}
+        if self._length and _kinds(rows) != _kinds(first):
+            raise HookError(
+                "`get_actions` must return the same keys, shapes and dtypes in every step, got"
+                f" {_kinds(rows)} after {_kinds(first)}"
+            )
+        for key, row in rows.items():
+            self._rows.setdefault(key, []).append(row)
 
     def _record(self, state: TensorDict) -> None:
         self._length += 1
         for name in ("reward", "terminated", "truncated"):
             self._rows.setdefault(("next", name), []).append(state[name].numpy())
+        info, keys = self.environment.info, self.environment.maker.info_keys
+        # Copies, since an environment may fill the same arrays again.
+        self._infos.append({key: copy.deepcopy(info[key]) for key in keys if key in info})
+
+
+def _maker_of(task: ReinforcementLearningTask[Any, Any]) -> EnvironmentMaker:
+    environment = task.get_environment()
+    if not isinstance(environment, Environment):
+        raise HookError(f"`get_environment` must return a gymtask.Environment, got {environment!r}")
+    return environment.maker
+
+
+def _kinds(rows: Mapping[Key, Array]) -> dict[str, str]:
+    return {"/".join(key): f"{row.dtype} {row.shape}" for key, row in sorted(rows.items())}
 
 
 def sample_clip(
@@ -189,13 +227,29 @@ def sample_clip(
         )
     clip = Clip(task, model, count=task.num_clips, optimal=optimal, images=return_images)
     with clip.environment:
-        task.num_clips += 1
         frames = clip.frames(standardize_images)
         if save_path is not None:
             write_video(frames, save_path, fps=clip.environment.fps, writer=writer)
-            return None
-        pictures = list(frames)
+            pictures = []
+        else:
+            # Copies, since an environment may draw into the same array again.
+            pictures = [np.array(frame) if return_images else None for frame in frames]
+    task.num_clips += 1
+    if save_path is not None:
+        return None
     if not return_images:
         return clip.states()
-    images = torch.from_numpy(np.stack(pictures))
+    images = _stacked(pictures)
     return (images, clip.states()) if return_states else images
+
+
+def _stacked(pictures: Sequence[Any]) -> Tensor:
+    """Pictures of one shape and dtype as a tensor [L + 1, ...]."""
+    first = pictures[0]
+    for number, picture in enumerate(pictures):
+        if picture.shape != first.shape or picture.dtype != first.dtype:
+            raise ConfigurationError(
+                f"pictures must all be of the first one's kind, {first.dtype} {first.shape}, got"
+                f" {picture.dtype} {picture.shape} at picture {number}"
+            )
+    return torch.from_numpy(np.stack(pictures))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import math
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -22,12 +23,16 @@ class LearningCurve:
     Args:
         run_dir: Holds both files.
         interval: Seconds between two drawings at least, unless forced.
+
+    Attributes:
+        drawn: Whether it was drawn before.
     """
 
     def __init__(self, run_dir: Path, interval: float = 30.0) -> None:
         self._run_dir = run_dir
         self._interval = interval
-        self._drawn: float | None = None
+        self.drawn = False
+        self._last = -math.inf
         self._possible = importlib.util.find_spec("matplotlib") is not None
         if not self._possible:
             logger.info("no %s is drawn: pip install matplotlib", CURVE_FILE)
@@ -35,10 +40,9 @@ class LearningCurve:
     def draw(self, *, force: bool = False) -> None:
         """Draws the curve anew, where that is possible and it is time."""
         now = time.monotonic()
-        due = force or self._drawn is None or now - self._drawn >= self._interval
         metrics = self._run_dir / METRICS_FILE
-        if self._possible and due and metrics.exists():
-            self._drawn = now
+        if self._possible and metrics.exists() and (force or now - self._last >= self._interval):
+            self.drawn, self._last = True, now
             _draw_curve(read_rows(metrics), self._run_dir / CURVE_FILE)
 
 
@@ -47,7 +51,7 @@ def _draw_curve(rows: Sequence[Mapping[str, float]], path: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), layout="constrained")
-    canvas = FigureCanvasAgg(figure)
+    FigureCanvasAgg(figure)  # draws without a display
     axes = figure.subplots()
     x, low, high = _columns(rows, "episode/return_min", "episode/return_max")
     axes.fill_between(x, low, high, alpha=0.15, linewidth=0, label="range of an epoch")
@@ -63,7 +67,7 @@ def _draw_curve(rows: Sequence[Mapping[str, float]], path: Path) -> None:
     axes.grid(alpha=0.3)
     axes.legend(loc="best")
     temporary = path.with_name(f".tmp-{path.name}")
-    canvas.print_png(temporary)
+    figure.savefig(temporary)
     os.replace(temporary, path)
 
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
 import torch
-from tensordict import TensorDict
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
 
-from gymtask.errors import ConfigurationError, PoolStateError
+from gymtask.errors import ActionError, ConfigurationError, PoolStateError
 from gymtask.maker import AnyEnv, EnvironmentMaker, EnvSource, Wrapper
 from gymtask.spaces import ActionCodec, nest_tensors, stored_dtype
 from gymtask.video import render_fps, standardize_frame
@@ -18,9 +19,7 @@ from gymtask.workers.layout import Array, Space, make_reader, make_writer, space
 
 
 class Environment:
-    """A Gymnasium environment whose states are TensorDicts.
-
-    The recipe from which workers make theirs.
+    """A Gymnasium environment whose states are TensorDicts, and the recipe that workers make it by.
 
     Nothing is made before it is needed. The recipe alone is pickled. One episode by hand::
 
@@ -41,6 +40,10 @@ class Environment:
         info_keys: Keys of the info dict that trajectories keep under ("next", "info", key).
         keep_float64: Whether float64 observations are stored as such instead of as float32.
         **make_kwargs: Further keywords of `gymnasium.make`, or of the callable.
+
+    Attributes:
+        maker: The recipe.
+        info: The info dict that the last reset or step gave.
 
     Raises:
         MakerError: An argument breaks its rule.
@@ -71,17 +74,16 @@ class Environment:
         )
 
     @classmethod
-    def from_maker(cls, maker: EnvironmentMaker) -> Environment:
-        """An environment of that recipe."""
+    def from_maker(cls, maker: EnvironmentMaker, *, action_clip: bool = False) -> Environment:
+        """An environment of that recipe; `action_clip` is that of the config."""
         environment = cls.__new__(cls)
-        environment._setup(maker)
+        environment._setup(maker, action_clip)
         return environment
 
-    def _setup(self, maker: EnvironmentMaker) -> None:
+    def _setup(self, maker: EnvironmentMaker, action_clip: bool = False) -> None:
         self.maker = maker
-        self.action_clip = (
-            False  # as in the config: whether float actions outside a Box are clipped
-        )
+        self.info: dict[str, Any] = {}
+        self._action_clip = action_clip
         self._env: AnyEnv | None = None
         self._observation: list[Array] = []
         self._num_steps = -1  # steps since the reset; -1 before the first
@@ -95,18 +97,42 @@ class Environment:
 
     @property
     def env(self) -> AnyEnv:
-        """The Gymnasium environment, made when it is first asked for."""
+        """The Gymnasium environment, made when it is first asked for.
+
+        Raises:
+            SpaceError: A space cannot be stored.
+            ConfigurationError: It does not take the render mode.
+        """
         if self._env is None:
-            self._env = self.maker()
-            space = self._env.observation_space
-            # One row of memory for each leaf: the same checks and casts as in a worker.
-            self._observation = [
-                np.zeros((1, *leaf.shape), leaf.dtype)
-                for leaf in space_leaves(space, "observation")
-            ]
-            self._write = make_writer(space, self._observation)
-            self._codec = ActionCodec(self._env.action_space, clip=self.action_clip)
+            env = self._make()
+            try:
+                self._lay_out(env)
+            except BaseException:
+                env.close()
+                raise
+            self._env = env
         return self._env
+
+    def _make(self) -> AnyEnv:
+        try:
+            return self.maker()
+        except TypeError as error:
+            if self.maker.render_mode is None or "render_mode" not in str(error):
+                raise
+            raise ConfigurationError(
+                f"`render_mode` must be one that {self.maker.name} can be made with, got"
+                f" {self.maker.render_mode!r} ({error}); let what makes the environment take"
+                " `render_mode` and hand it on"
+            ) from error
+
+    def _lay_out(self, env: AnyEnv) -> None:
+        """Makes one row of memory for each leaf: the same checks and casts as in a worker."""
+        space, keep = env.observation_space, self.maker.keep_float64
+        leaves = space_leaves(space, "observation")
+        self._observation = [np.zeros((1, *leaf.shape), leaf.dtype) for leaf in leaves]
+        self._stored = [stored_dtype(leaf.dtype, keep_float64=keep) for leaf in leaves]
+        self._write = make_writer(space, self._observation)
+        self._codec = ActionCodec(env.action_space, clip=self._action_clip)
 
     @property
     def observation_space(self) -> Space:
@@ -125,9 +151,11 @@ class Environment:
 
     def reset(self, seed: int | None = None) -> TensorDict:
         """Starts an episode; a seed also seeds `sample_action`."""
-        observation, _ = self.env.reset(seed=seed)
+        env = self.env
+        self._num_steps = -1  # where the reset fails there is no episode to go on with
+        observation, self.info = env.reset(seed=seed)
         if seed is not None:
-            self.env.action_space.seed(seed)
+            env.action_space.seed(seed)
         self._num_steps, self._ended = 0, False
         return self._state(observation, 0.0, False, False)
 
@@ -136,27 +164,24 @@ class Environment:
 
         Args:
             action: A tensor [*shape] as trajectories store it (for Discrete the index from 0), or
-                nested ones.
+                a nested TensorDict; numbers and numpy arrays are taken for tensors, dicts for
+                TensorDicts.
 
         Raises:
             PoolStateError: The episode has ended, or none was begun.
             ActionError: The action does not fit the action space.
+            ObservationError: The observation does not fit the observation space.
         """
-        env = self.env
         if self._num_steps < 0 or self._ended:
             why = "the episode has ended" if self._ended else "no episode was begun"
             raise PoolStateError(f"cannot step, as {why}; call reset() first")
-        batch = (
-            action.unsqueeze(0)
-            if hasattr(action, "unsqueeze")
-            else torch.as_tensor(action).unsqueeze(0)
-        )
-        rows = self._codec.decode(self._codec.encode(batch, 1))
+        env = self.env
+        rows = self._codec.decode(self._codec.encode(_batch_of_one(action), 1))
         arrays = [
             row.astype(leaf.dtype) for row, leaf in zip(rows, self._codec.leaves, strict=True)
         ]
         read = make_reader(env.action_space, arrays)
-        observation, reward, terminated, truncated, _ = env.step(read(0))
+        observation, reward, terminated, truncated, self.info = env.step(read(0))
         self._num_steps += 1
         self._ended = bool(terminated or truncated)
         return self._state(observation, float(reward), bool(terminated), bool(truncated))
@@ -181,17 +206,29 @@ class Environment:
             ConfigurationError: The render mode is not "rgb_array", or no picture came.
         """
         require_rgb_array(self.env, self.maker)
-        frame: Any = self.env.render()
+        return np.array(standardize_frame(self.picture()))  # a copy: some use one buffer for all
+
+    def picture(self) -> Any:
+        """What the environment renders, as it is.
+
+        Raises:
+            ConfigurationError: It renders nothing.
+        """
+        try:
+            frame: Any = self.env.render()
+        except NotImplementedError as error:
+            raise render_mode_error(self.env, self.maker) from error
         if frame is None:
             raise ConfigurationError(
-                f"render() must return a picture, got None at step {self._num_steps}"
+                f"render() of {self.maker.name} must return a picture with render_mode="
+                f"{self.env.render_mode!r}, got None at step {self._num_steps}"
             )
-        return standardize_frame(frame)
+        return frame
 
     def close(self) -> None:
         """Closes the environment, if one was made; the next use makes a new one."""
         env, self._env = self._env, None
-        self._num_steps, self._ended = -1, False
+        self._num_steps, self._ended, self.info = -1, False, {}
         if env is not None:
             env.close()
 
@@ -210,14 +247,9 @@ class Environment:
         self, observation: Any, reward: float, terminated: bool, truncated: bool
     ) -> TensorDict:
         self._write(0, observation)
-        keep = self.maker.keep_float64
         leaves = [
-            (
-                torch.from_numpy(array[0].astype(stored_dtype(array.dtype, keep_float64=keep)))
-                if array.ndim > 1
-                else torch.tensor(array[0].astype(stored_dtype(array.dtype, keep_float64=keep)))
-            )
-            for array in self._observation
+            torch.from_numpy(array.astype(dtype))[0]
+            for array, dtype in zip(self._observation, self._stored, strict=True)
         ]
         return TensorDict(
             {
@@ -232,15 +264,39 @@ class Environment:
         )
 
 
+def _batch_of_one(action: Any) -> Tensor | TensorDictBase:
+    """The action as `get_actions` gives them, for one environment."""
+    if isinstance(action, Mapping):
+        action = TensorDict(action, batch_size=[])
+    elif not isinstance(action, (Tensor, TensorDictBase)):
+        try:
+            action = torch.as_tensor(action)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ActionError(
+                f"`action` must be a tensor, or a TensorDict, got {action!r:.80}"
+            ) from error
+    return action.unsqueeze(0)  # type: ignore[no-any-return]
+
+
 def require_rgb_array(env: AnyEnv, maker: EnvironmentMaker) -> None:
     """Checks that an environment gives pictures.
 
     Raises:
-        ConfigurationError: Its render mode is another one; the error names it and the fix.
+        ConfigurationError: Its render mode is another one, or one that it does not know; the error
+            names it and the fix.
     """
-    if env.render_mode != "rgb_array":
-        raise ConfigurationError(
-            f"`render_mode` must be 'rgb_array' to get pictures of {maker.name}, got"
-            f" {env.render_mode!r}; pass render_mode='rgb_array' to gymtask.Environment, or let the"
-            " callable that makes the environment take `render_mode` and hand it on"
-        )
+    # An environment that declares no modes at all may still render: its first picture tells.
+    known = (env.metadata or {}).get("render_modes") or ["rgb_array"]
+    if env.render_mode != "rgb_array" or "rgb_array" not in known:
+        raise render_mode_error(env, maker)
+
+
+def render_mode_error(env: AnyEnv, maker: EnvironmentMaker) -> ConfigurationError:
+    """The error that says which render mode an environment has, and what to do about it."""
+    known = (env.metadata or {}).get("render_modes")
+    return ConfigurationError(
+        f"`render_mode` must be 'rgb_array' to get pictures of {maker.name}, got"
+        f" {env.render_mode!r} from an environment whose render modes are {known}; pass"
+        " render_mode='rgb_array' to gymtask.Environment, or let the callable that makes the"
+        " environment take `render_mode` and hand it on"
+    )

@@ -12,11 +12,11 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from lightning_fabric.loggers import Logger, TensorBoardLogger
+from lightning_fabric.loggers.logger import Logger
+from lightning_fabric.loggers.tensorboard import TensorBoardLogger
 from tqdm import tqdm
 
 from gymtask.config import ReinforcementLearningTaskConfig
@@ -28,21 +28,6 @@ NUM_RECENT = 100
 """Episodes that the running mean of returns is taken over."""
 
 logger = logging.getLogger(__name__)
-
-
-def make_run_dir(runs: Path) -> Path:
-    """Makes runs/<date>-<time>, or with a number after it where another run has that name."""
-    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
-    runs.mkdir(parents=True, exist_ok=True)
-    number = 1
-    while True:
-        path = runs / (stamp if number == 1 else f"{stamp}-{number:02d}")
-        try:
-            path.mkdir()  # fails where it exists, so that two runs never share one
-        except FileExistsError:
-            number += 1
-        else:
-            return path
 
 
 # ---- metrics -------------------------------------------------------------------------------------
@@ -105,18 +90,18 @@ class Statistics:
         counters = asdict(state)
         del counters["phase"]
         spent = self._seconds["collect"] + self._seconds["train"]
+        recent = {f"episode/return_mean_{NUM_RECENT}": _mean(self.recent)} if self.recent else {}
         row = {
             **counters,
             "num_dropped": self._num_dropped,
             **_summary("episode", self._episodes),
+            **recent,
             **_summary("eval", self._evaluated),
             **{name: _mean(numbers) for name, numbers in self._updates.items()},
             **learning_rates,
             "samples_per_second": self._num_samples / spent if spent else 0.0,
             **{f"seconds/{what}": seconds for what, seconds in self._seconds.items()},
         }
-        if self.recent:
-            row[f"episode/return_mean_{NUM_RECENT}"] = _mean(self.recent)
         self._clear()
         return row
 
@@ -191,7 +176,7 @@ class MetricsFile(Logger):
 
 
 def read_rows(path: Path) -> list[dict[str, float]]:
-    """The rows of metrics.csv; empty cells are left out, and so is a last row that was cut short."""
+    """The rows of metrics.csv, without empty cells, and without a last row that was cut short."""
     text = path.read_text(encoding="utf-8")
     lines = text[: text.rfind("\n") + 1].splitlines()
     return [

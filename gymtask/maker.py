@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import io
 import pickle
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Integral
 from typing import Any, TypeAlias
 
 import cloudpickle
 import gymnasium as gym
+from gymnasium.envs import registration
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.wrappers import TimeLimit
 
@@ -63,18 +67,19 @@ class EnvironmentMaker:
 
         Raises:
             MakerError: An argument breaks its rule.
+            ModuleNotFoundError: The id names a module that is not there.
             gymnasium.error.Error: The id is unknown, deprecated or malformed; Gymnasium's own
                 error.
         """
-        if not isinstance(env, (str, EnvSpec)) and not callable(env):
-            raise MakerError(
-                "`env` must be an id, an EnvSpec or a callable that returns a gymnasium.Env, got"
-                f" {env!r}"
-            )
         if isinstance(env, gym.Env):
             raise MakerError(
                 f"`env` must be a recipe, got the environment {env!r} itself; pass its id, or a"
                 " function that makes it"
+            )
+        if not isinstance(env, (str, EnvSpec)) and not callable(env):
+            raise MakerError(
+                "`env` must be an id, an EnvSpec or a callable that returns a gymnasium.Env, got"
+                f" {env!r}"
             )
         if isinstance(info_keys, str) or not all(isinstance(key, str) for key in info_keys):
             raise MakerError(f"`info_keys` must be a sequence of strings, got {info_keys!r}")
@@ -84,11 +89,11 @@ class EnvironmentMaker:
                     f"`wrappers` must be callables that take an environment, got {wrapper!r}"
                 )
         steps_ok = max_episode_steps is None or (
-            isinstance(max_episode_steps, int) and max_episode_steps >= 1
+            isinstance(max_episode_steps, Integral) and max_episode_steps >= 1
         )
         if not steps_ok:
             raise MakerError(f"`max_episode_steps` must be at least 1, got {max_episode_steps!r}")
-        source = gym.spec(env) if isinstance(env, str) else env
+        source = find_spec(env) if isinstance(env, str) else env
         return cls(
             env=source,
             wrappers=tuple(wrappers),
@@ -167,7 +172,9 @@ class EnvironmentMaker:
         file = io.BytesIO()
         state = {name: getattr(self, name) for name in self.__dataclass_fields__}
         try:
-            _MakerPickler(file, self.name).dump(state)
+            if isinstance(self.env, EnvSpec):
+                state["env"] = without_main(self.env)
+            RecipePickler(file, self.name).dump(state)
         except MakerError:
             raise
         except Exception as error:
@@ -186,7 +193,7 @@ class EnvironmentMaker:
         return EnvironmentMaker.from_bytes, (self.to_bytes(),)
 
 
-class _MakerPickler(cloudpickle.Pickler):  # type: ignore[misc]
+class RecipePickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Refuses torch modules and tensors, of which every worker would get a copy."""
 
     def __init__(self, file: io.BytesIO, name: str) -> None:
@@ -205,6 +212,49 @@ class _MakerPickler(cloudpickle.Pickler):  # type: ignore[misc]
                     " instead"
                 )
         return super().reducer_override(obj)
+
+
+def find_spec(env_id: str) -> EnvSpec:
+    """The spec that `gymnasium.make` would take for an id.
+
+    "module:Name-v0" imports the module first; an id without a version means the latest one.
+
+    Raises:
+        ModuleNotFoundError: There is no such module.
+        gymnasium.error.Error: The id is unknown, deprecated or malformed.
+    """
+    module, _, name = env_id.rpartition(":")
+    if module:
+        importlib.import_module(module)
+    namespace, base, version = registration.parse_env_id(name)
+    latest = registration.find_highest_version(namespace, base)
+    if latest is not None and version is None:
+        name = registration.get_env_id(namespace, base, latest)
+        gym.logger.warn(f"Using the latest version `{name}` of the environment `{env_id}`.")
+    elif latest is not None and version is not None and version < latest:
+        gym.logger.deprecation(f"`{name}` is out of date; its latest version is `v{latest}`.")
+    return gym.spec(name)
+
+
+def without_main(spec: EnvSpec) -> EnvSpec:
+    """The spec with what its entry point names in `__main__` in place of the name.
+
+    Raises:
+        MakerError: One of its wrappers is such a name.
+    """
+    for wrapper in spec.additional_wrappers:
+        if wrapper.entry_point.startswith("__main__:"):
+            raise MakerError(
+                f"the wrappers in the spec of {spec.id} must be importable by a worker, got"
+                f" {wrapper.entry_point!r}; pass it in `wrappers` instead"
+            )
+    entry = spec.entry_point
+    if not isinstance(entry, str) or not entry.startswith("__main__:"):
+        return spec
+    target: Any = sys.modules["__main__"]
+    for attribute in entry.partition(":")[2].split("."):
+        target = getattr(target, attribute)
+    return replace(spec, entry_point=target, vector_entry_point=None)
 
 
 def takes_keyword(function: Callable[..., Any], keyword: str) -> bool:

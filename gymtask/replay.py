@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from typing import Any, overload
 
@@ -42,11 +43,7 @@ Leaves = dict[Key, Any]  # by flat key: a Tensor, or tensordict's own container 
 
 @dataclass(frozen=True)
 class EpisodeRecord:
-    """One episode that ended: the whole of it, however many pieces it was collected in.
-
-    `episode_return` is the sum of its rewards, added up in float64, and `length` the number of its
-    steps; the ids and the two flags are those of its last row.
-    """
+    """An episode that ended, all of it; `episode_return` is the float64 sum of its rewards."""
 
     trajectory_id: int
     env_id: int
@@ -85,8 +82,7 @@ def window_rows(starts: Tensor, clip_size: int, stride: int) -> Tensor:
 
 
 def _leaves(samples: TensorDictBase) -> Leaves:
-    keys = samples.keys(include_nested=True, leaves_only=True, is_leaf=is_leaf_nontensor)
-    return {key: samples.get(key) for key in keys}
+    return dict(samples.items(include_nested=True, leaves_only=True, is_leaf=is_leaf_nontensor))
 
 
 def _select(store: TensorDict, keys: Sequence[Key]) -> Leaves:
@@ -118,24 +114,29 @@ def _join(pieces: Sequence[TensorDictBase]) -> TensorDict:
     """Copies pieces of one layout end to end; values only, for no gradient flows into a store."""
     columns = [_leaves(piece) for piece in pieces]
     first = columns[0] if columns else {}
+    layout = [_layout(leaf) for leaf in first.values()]
     for number, leaves in enumerate(columns):
-        raise_if_any(list(_layout_problems(number, leaves, first)))
+        # Thousands of short pieces are common: the words are looked for only where they may differ.
+        if leaves.keys() != first.keys() or [_layout(leaf) for leaf in leaves.values()] != layout:
+            raise_if_any(list(_layout_problems(number, leaves, first)))
     with torch.no_grad():
         joined = {key: torch.cat([leaves[key] for leaves in columns]) for key in first}
-    device = pieces[0].device if pieces else None
-    return TensorDict(joined, batch_size=[sum(map(len, pieces))], device=device)
+    return TensorDict(joined, [sum(map(len, pieces))], device=pieces[0].device if pieces else None)
 
 
-def _layout(leaf: object) -> str:
+def _layout(leaf: object) -> tuple[object, ...]:
+    return (leaf.dtype, leaf.shape[1:], leaf.device) if isinstance(leaf, Tensor) else ()
+
+
+def _describe(leaf: object) -> str:
     if isinstance(leaf, Tensor):
         return f"{leaf.dtype} [{', '.join(['T', *map(str, leaf.shape[1:])])}] on {leaf.device}"
     return "absent" if leaf is None else "non-tensor data"
 
 
 def _layout_problems(number: int, leaves: Leaves, first: Leaves) -> Iterator[str]:
-    """Yields every difference in keys, dtypes, shapes or devices between a piece and the first."""
     for key in {**first, **leaves}:
-        rule, got = _layout(first.get(key)), _layout(leaves.get(key))
+        rule, got = _describe(first.get(key)), _describe(leaves.get(key))
         if got != rule:
             yield f"`samples[{number}].get({key!r})` must be {rule} as in samples[0], got {got}"
 
@@ -144,8 +145,7 @@ def _piece_problems(name: str, samples: object) -> Iterator[str]:
     if not isinstance(samples, TensorDictBase):
         yield f"`{name}` must be a TensorDict of batch shape [T], got {type(samples).__name__}"
     elif samples.batch_dims != 1 or len(samples) == 0:
-        rule = "have a batch shape [T] with T of at least 1"
-        yield f"`{name}` must {rule}, got {list(samples.batch_size)}"
+        yield f"`{name}` must have a batch shape [T], T above 0, got {list(samples.batch_size)}"
 
 
 def _window_problems(clip_size: object, stride: object) -> Iterator[str]:
@@ -193,15 +193,12 @@ class ReplaySamples:
         return iter(self.samples)
 
     def sample(self, clip_size: int, stride: int = 1, only_last: bool = False) -> TensorDict:
-        """Draws one window with torch's global generator, each as likely as any other.
+        """Copies one window [W], drawn uniformly with torch's global generator.
 
         Args:
             clip_size: Window length W, in rows.
             stride: Gap between the rows of the window, in steps.
             only_last: Take the window that ends on the last row, not a random one.
-
-        Returns:
-            A copy of the window, TensorDict [W].
 
         Raises:
             ConfigurationError: An argument breaks its rule.
@@ -243,17 +240,19 @@ class MultiReplaySamples:
         pieces = [piece.samples if isinstance(piece, ReplaySamples) else piece for piece in samples]
         for number, piece in enumerate(pieces):
             raise_if_any(list(_piece_problems(f"samples[{number}]", piece)))
-        self._store = _join(pieces).lock_()
-        lengths = [len(piece) for piece in pieces]
-        self._lengths = torch.tensor(lengths, dtype=torch.int64)
-        views = self._store.split(lengths) if lengths else ()
-        self.samples = [ReplaySamples(view.lock_()) for view in views]
+        self._store = _join(pieces)
+        self._lengths = torch.tensor([len(piece) for piece in pieces], dtype=torch.int64)
         self.num_transitions = len(self._store)
         self.num_dropped = num_dropped
         self.episodes = list(episodes)
 
+    @cached_property
+    def samples(self) -> list[ReplaySamples]:
+        """The pieces, in the order given; made when first asked for, as few readers need them."""
+        return [ReplaySamples(v.lock_()) for v in self._store.split(self._lengths.tolist())]
+
     def __len__(self) -> int:
-        return len(self.samples)
+        return len(self._lengths)
 
     @overload
     def __getitem__(self, index: int) -> ReplaySamples: ...
@@ -279,7 +278,7 @@ class MultiReplaySamples:
         return self[rank::world_size]
 
     def sample(self, clip_size: int, stride: int = 1, only_last: bool = False) -> list[TensorDict]:
-        """Draws a window [W] from each piece that holds one, as `ReplaySamples.sample` does.
+        """Copies a window [W] of each piece that holds one, as `ReplaySamples.sample` does.
 
         Raises:
             ConfigurationError: An argument breaks its rule.

@@ -18,9 +18,10 @@ difference of large values. Arguments are never changed.
 
 from __future__ import annotations
 
+import math
 import warnings
 from numbers import Real
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -33,11 +34,11 @@ from gymtask.errors import ConfigurationError, CutReturnWarning
 __all__ = ["discounted_returns", "generalized_advantage_estimate"]
 
 Array = TypeVar("Array", Tensor, NDArray[Any])
+Floats: TypeAlias = NDArray[np.float64]
+Flags: TypeAlias = NDArray[np.bool_]
 
-_SLAB = 32768
-"""Elements scanned at a time, so that the three buffers of float64 stay in the processor's cache."""
-
-_NUMPY_DTYPES = (torch.float32, torch.float64)
+_SMALL = 2048
+"""Rows below which doubling, with its fewer calls, beats halving, with its fewer operations."""
 
 _cut_return_warned = False
 
@@ -67,29 +68,28 @@ def discounted_returns(
         terminated: Whether the environment ended the episode at this row, bool [..., T].
         truncated: Whether a limit ended the episode at this row, bool [..., T].
         gamma: Discount of one step, in [0, 1].
-        next_value: Value of each row's true next observation, [..., T], dtype of `reward`; looked
-            at only where truncated or an end, and not terminated.
-        end: Whether the row is the last of its piece, bool [..., T]; row T - 1 is one in any case,
-            and with None the only one.
+        next_value: Value of each row's true next observation, [..., T], dtype of `reward`; used
+            only where truncated or an end, and not terminated.
+        end: Whether the row is the last of its piece, bool [..., T]; row T - 1 always is.
 
     Returns:
         The return of each row, [..., T], dtype of `reward`.
 
     Raises:
-        ConfigurationError: A shape, dtype, device or number breaks its rule, or a `next_value`
-            that is looked at is NaN.
+        ConfigurationError: An argument breaks its rule, or a `next_value` that is used is NaN.
     """
     _check_reward(reward)
-    _check_floats(reward, next_value=next_value)
-    _check_flags(reward, terminated=terminated, truncated=truncated, end=end)
+    if next_value is not None:
+        _check_like(reward, reward.dtype, next_value=next_value)
+    _check_like(reward, torch.bool, terminated=terminated, truncated=truncated, end=end)
     gamma = _check_fraction("gamma", gamma)
     r, n, term, trunc, last = _fastest(reward, next_value, terminated, truncated, end)
     stopped = _stops(term, trunc, last)
     if n is None:
         _warn_of_cut(stopped & ~(term | trunc))
     with np.errstate(all="ignore"):
-        total = _one_step(r, n, stopped & ~term, gamma)
-        return _tensor(_scan(total, stopped, gamma, reward.dtype), reward.dtype)
+        total = _one_step(r, n, term | ~stopped, gamma)
+        return _tensor(_scan(total, stopped, gamma, reward.dtype), r)
 
 
 def generalized_advantage_estimate(
@@ -117,100 +117,95 @@ def generalized_advantage_estimate(
     Args:
         reward: Reward of each row, floating [..., T]; T = 0 gives empty results.
         value: Value of the observation each row started from, [..., T], dtype of `reward`.
-        next_value: Value of each row's true next observation, [..., T], dtype of `reward`; looked
-            at everywhere but where terminated.
+        next_value: Value of each row's true next observation, [..., T], dtype of `reward`; used
+            everywhere but where terminated.
         terminated: Whether the environment ended the episode at this row, bool [..., T].
         truncated: Whether a limit ended the episode at this row, bool [..., T].
         gamma: Discount of one step, in [0, 1].
-        gae_lambda: Weight of long sums of rewards against values, in [0, 1]: 0 leaves the TD error
-            delta, 1 the bootstrapped discounted return minus `value`.
-        end: Whether the row is the last of its piece, bool [..., T]; row T - 1 is one in any case,
-            and with None the only one.
+        gae_lambda: Weight of long sums of rewards against values, in [0, 1]: 0 leaves delta, the TD
+            error; 1 gives the bootstrapped discounted return minus `value`.
+        end: Whether the row is the last of its piece, bool [..., T]; row T - 1 always is.
 
     Returns:
         The advantage and the value target of each row, each [..., T], dtype of `reward`.
 
     Raises:
-        ConfigurationError: A shape, dtype, device or number breaks its rule, or a `next_value`
-            that is looked at is NaN.
+        ConfigurationError: An argument breaks its rule, or a `next_value` that is used is NaN.
     """
     _check_reward(reward)
-    _check_floats(reward, value=value, next_value=next_value)
-    _check_flags(reward, terminated=terminated, truncated=truncated, end=end)
+    _check_like(reward, reward.dtype, value=value, next_value=next_value)
+    _check_like(reward, torch.bool, terminated=terminated, truncated=truncated, end=end)
     gamma = _check_fraction("gamma", gamma)
     gae_lambda = _check_fraction("gae_lambda", gae_lambda)
-    floats = (reward, value, next_value)
-    r, v, n, term, trunc, last = _fastest(*floats, terminated, truncated, end)
+    r, v, n, term, trunc, last = _fastest(reward, value, next_value, terminated, truncated, end)
     with np.errstate(all="ignore"):
-        delta = _one_step(r, n, ~term, gamma)
+        delta = _one_step(r, n, term, gamma)
         delta -= v
         stopped = _stops(term, trunc, last)
-        advantage = _scan(delta, stopped, gamma * gae_lambda, reward.dtype)
-        return _tensor(advantage, reward.dtype), _tensor(advantage + v, reward.dtype)
+        x = _scan(delta, stopped, gamma * gae_lambda, reward.dtype)
+        advantage = _tensor(x, r)
+        x += v
+        return advantage, _tensor(x, r)
 
 
-def _fastest(*tensors: Tensor | None) -> list[Any]:
+def _fastest(reward: Tensor, *others: Tensor | None) -> list[Any]:
     """Gives numpy views of the tensors where numpy can do the work, else the tensors themselves.
 
     At a rollout's usual sizes a call costs a third in numpy of what it costs in torch.
     """
-    given = [tensor for tensor in tensors if tensor is not None]
-    differentiated = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
-    if differentiated or given[0].device.type != "cpu" or given[0].dtype not in _NUMPY_DTYPES:
-        return list(tensors)
-    return [None if tensor is None else tensor.numpy(force=True) for tensor in tensors]
+    given = [reward, *others]
+    if reward.device.type != "cpu" or reward.dtype not in (torch.float32, torch.float64):
+        return given
+    for tensor in given:
+        if tensor is not None and (tensor.requires_grad or tensor.is_neg()):
+            return given
+    return [None if tensor is None else tensor.numpy() for tensor in given]
 
 
 def _stops(terminated: Array, truncated: Array, end: Array | None) -> Array:
     """Tells after which rows nothing flows back; the last row of time is always one."""
-    stopped = terminated | truncated
+    stopped: Array = terminated | truncated
     if end is not None:
         stopped |= end
     stopped[..., -1:] = True
     return stopped
 
 
-def _one_step(reward: Array, next_value: Array | None, used: Array, gamma: float) -> Array:
-    """Adds gamma * next_value to the reward of the rows in `used`: a new array, in float64.
+def _one_step(reward: Array, next_value: Array | None, skipped: Array, gamma: float) -> Array:
+    """Adds gamma * next_value to the reward of all rows but the skipped: a new array, in float64.
 
     Masks by selection and not by a product, since 0 * NaN is NaN.
     """
     if next_value is not None:
-        _refuse_nan(next_value, used)
+        _refuse_nan(next_value, skipped)
     if isinstance(reward, Tensor):
         # Apple's GPUs have no float64.
         wide = reward.to(torch.float32 if reward.device.type == "mps" else torch.float64, copy=True)
         if next_value is None:
             return wide
-        return torch.where(used, torch.add(wide, next_value, alpha=gamma), wide)
+        return torch.where(skipped, wide, wide.add(next_value, alpha=gamma))
     if next_value is None:
         return reward.astype(np.float64, order="C")
-    bootstrap = np.multiply(next_value, gamma, dtype=np.float64, order="C")
-    np.copyto(bootstrap, 0.0, where=~used)
-    bootstrap += reward
-    return bootstrap
+    total: NDArray[Any] = np.multiply(next_value, gamma, dtype=np.float64, order="C")
+    np.copyto(total, 0.0, where=skipped)
+    total += reward
+    return total
 
 
 def _scan(x: Array, stopped: Array, coefficient: float, dtype: torch.dtype) -> Array:
-    """Solves `y[t] = x[t] + (0 if stopped[t] else coefficient * y[t + 1])`; may overwrite x.
-
-    By doubling (Hillis & Steele 1986): once x[t] sums the rows t to t + span - 1 of its piece,
-    adding coefficient**span * x[t + span] makes it sum twice as many. That ends when nothing is
-    left to add, or when it is less than a rounding error of `dtype` even for x far above y.
-    """
+    """Solves `y[t] = x[t] + (0 if stopped[t] else coefficient * y[t + 1])`; may overwrite both."""
+    # Leaving out coefficient ** k * y[t + k] is far below a rounding error of the largest |y|.
     negligible = 1e-5 * torch.finfo(dtype).eps
     if isinstance(x, Tensor):
         return _scan_torch(x, stopped, coefficient, negligible)
-    # Rows of a batch are pieces that lie end to end: the whole batch is one long row.
-    flat, flat_stopped = x.reshape(-1), stopped.reshape(-1)
-    slab = max(1, _SLAB // max(1, x.shape[-1])) * x.shape[-1]
-    for start in range(0, x.size, slab):
-        part = slice(start, start + slab)
-        _scan_numpy(flat[part], flat_stopped[part], coefficient, negligible)
+    if x.size and coefficient > negligible:
+        # Rows of a batch are pieces that lie end to end: the whole batch is one long row.
+        _scan_numpy(x.reshape(-1), stopped.reshape(-1), coefficient, negligible)
     return x
 
 
 def _scan_torch(x: Tensor, stopped: Tensor, coefficient: float, negligible: float) -> Tensor:
+    """Doubles (Hillis & Steele 1986): two sums of `span` rows each make one of twice as many."""
     # open_[t]: none of the rows t to t + span - 1 stops, so row t + span belongs to the same sum.
     open_, span = ~stopped, 1
     while span < x.shape[-1] and coefficient > negligible:
@@ -222,32 +217,52 @@ def _scan_torch(x: Tensor, stopped: Tensor, coefficient: float, negligible: floa
     return x
 
 
-def _scan_numpy(
-    x: NDArray[np.float64], stopped: NDArray[np.bool_], coefficient: float, negligible: float
-) -> None:
+def _scan_numpy(x: Floats, stopped: Flags, coefficient: float, negligible: float) -> None:
+    """Halves (Blelloch 1990) down to a small scan, in place and on one dimension.
+
+    With each odd row added to the even one before it, the even rows obey the same recurrence with
+    coefficient ** 2; once they are solved, an odd row needs only the even one after it.
+    """
+    if x.size <= _SMALL:
+        y = x.copy()
+        _scan_small(y, stopped.copy(), coefficient, negligible)
+        x[:] = y
+        return
+    even, odd = x[::2], x[1::2]
+    even_stopped, odd_stopped = stopped[::2], stopped[1::2]
+    # Even row 2i is followed by odd row 2i + 1, but the last one of an odd number by none.
+    later = odd * coefficient
+    np.copyto(later, 0.0, where=even_stopped[: later.size])
+    even[: later.size] += later
+    even_stopped[: later.size] |= odd_stopped
+    _scan_numpy(even, even_stopped, coefficient * coefficient, negligible)
+    # Odd row 2i + 1 is followed by even row 2i + 2, but the last one of an even number by none.
+    later = even[1:] * coefficient
+    np.copyto(later, 0.0, where=odd_stopped[: later.size])
+    odd[: later.size] += later
+
+
+def _scan_small(x: Floats, stopped: Flags, coefficient: float, negligible: float) -> None:
     """Does in place and on one dimension what `_scan_torch` does, while any piece is open."""
     ends = stopped.nonzero()[0]
     # Piece k is the rows ends[k - 1] + 1 to ends[k], the first one the rows 0 to ends[0].
     longest = (ends[1:] - ends[:-1]).max(initial=ends[0] + 1)
-    # As in _scan_torch, but with all 64 bits of a row set or none: "and" then turns what is not of
-    # this piece into 0, NaN and infinity too, at half the cost of a selection.
-    open_ = np.full(x.size, -1, np.int64)
-    open_[ends] = 0
-    later = np.empty_like(x)
-    later_bits, span = later.view(np.int64), 1
+    buffer, span = np.empty_like(x), 1
     while span < longest and coefficient > negligible:
-        rows = x.size - span
-        np.multiply(x[span:], coefficient, out=later[:rows])
-        later_bits[:rows] &= open_[:rows]
-        x[:rows] += later[:rows]
-        open_[:rows] &= open_[span:]
+        later = buffer[:-span]
+        np.multiply(x[span:], coefficient, out=later)
+        # stopped[t]: one of the rows t to t + span - 1 stops, so row t + span is of another piece.
+        np.copyto(later, 0.0, where=stopped[:-span])
+        x[:-span] += later
+        stopped[:-span] |= stopped[span:]
         span, coefficient = 2 * span, coefficient * coefficient
 
 
-def _tensor(x: Array, dtype: torch.dtype) -> Tensor:
+def _tensor(x: Array, like: Array) -> Tensor:
+    """Copies x to a tensor of the dtype of `like`."""
     if isinstance(x, Tensor):
-        return x.to(dtype)
-    return torch.from_numpy(x).to(dtype)
+        return x.to(like.dtype, copy=True)
+    return torch.from_numpy(x.astype(like.dtype))
 
 
 def _warn_of_cut(cut: Array) -> None:
@@ -263,52 +278,44 @@ def _warn_of_cut(cut: Array) -> None:
     )
 
 
-def _refuse_nan(next_value: Array, used: Array) -> None:
-    # The sum is NaN if an element is, and much cheaper than a look at each of them.
-    total = next_value.sum()
-    if total == total:
+def _refuse_nan(next_value: Array, skipped: Array) -> None:
+    # One number tells whether any element is NaN, at a fraction of the cost of a look at each.
+    if isinstance(next_value, Tensor):
+        probe = float(next_value.detach().sum())
+    else:
+        probe = float(next_value.max(initial=-np.inf))
+    if not math.isnan(probe):
         return
-    bad = (next_value != next_value) & used
-    if bad.any():
-        row = torch.as_tensor(bad).nonzero()[0].tolist()
-        raise ConfigurationError(
-            "`next_value` must not be NaN at a row that bootstraps from it, got nan at row "
-            f"{row[0] if len(row) == 1 else tuple(row)}"
-        )
+    bad = torch.as_tensor((next_value != next_value) & ~skipped).nonzero()
+    if len(bad):
+        row = bad[0].tolist()
+        where = f"nan at row {row[0] if len(row) == 1 else tuple(row)}"
+        raise _broken("next_value", "not be NaN at a row that bootstraps from it", where)
 
 
 def _check_reward(reward: Tensor) -> None:
     if not isinstance(reward, Tensor):
         raise _broken("reward", "be a torch.Tensor", type(reward).__name__)
-    if not reward.is_floating_point():
+    if not reward.dtype.is_floating_point:
         raise _broken("reward", "have a floating dtype", reward.dtype)
-    if reward.dim() == 0:
-        raise _broken("reward", "have the shape [..., T], time last", "shape ()")
+    if not reward.shape:
+        raise _broken("reward", "have the shape [..., T], time last", "()")
 
 
-def _check_floats(reward: Tensor, **tensors: Tensor | None) -> None:
+def _check_like(reward: Tensor, dtype: torch.dtype, **tensors: Tensor | None) -> None:
+    shape, device = reward.shape, reward.device
     for name, tensor in tensors.items():
-        if name == "value" or tensor is not None:
-            _check_like(reward, name, tensor, reward.dtype)
-
-
-def _check_flags(reward: Tensor, **tensors: Tensor | None) -> None:
-    for name, tensor in tensors.items():
-        if name != "end" or tensor is not None:
-            _check_like(reward, name, tensor, torch.bool)
-
-
-def _check_like(reward: Tensor, name: str, tensor: Tensor | None, dtype: torch.dtype) -> None:
-    if not isinstance(tensor, Tensor):
-        raise _broken(name, "be a torch.Tensor", type(tensor).__name__)
-    if tensor.shape != reward.shape:
-        raise _broken(
-            name, f"have the shape {tuple(reward.shape)} of `reward`", tuple(tensor.shape)
-        )
-    if tensor.dtype != dtype:
-        raise _broken(name, f"have the dtype {dtype}", tensor.dtype)
-    if tensor.device != reward.device:
-        raise _broken(name, f"be on the device of `reward`, {reward.device}", tensor.device)
+        if tensor is None and name == "end":
+            continue
+        if not isinstance(tensor, Tensor):
+            raise _broken(name, "be a torch.Tensor", type(tensor).__name__)
+        if tensor.shape != shape:
+            rule = f"have the shape {tuple(shape)} of `reward`, time last"
+            raise _broken(name, rule, tuple(tensor.shape))
+        if tensor.dtype != dtype:
+            raise _broken(name, f"have the dtype {dtype}", tensor.dtype)
+        if tensor.device != device:
+            raise _broken(name, f"be on {device}, the device of `reward`", tensor.device)
 
 
 def _check_fraction(name: str, value: float) -> float:

@@ -16,9 +16,10 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from gymtask.errors import ActionError, SpaceError
-from gymtask.workers.layout import Array, Leaf, Space, children, space_leaves
+from gymtask.workers.layout import Array, Leaf, Path, Space, children, flatten, space_leaves
 
 _WIDENED: dict[str, np.dtype[Any]] = {"uint16": np.dtype(np.int32), "uint32": np.dtype(np.int64)}
+_NUMPY_FLOATS = frozenset({torch.float16, torch.float32, torch.float64})
 
 
 def stored_dtype(dtype: np.dtype[Any], *, keep_float64: bool = False) -> np.dtype[Any]:
@@ -33,7 +34,8 @@ def stored_dtype(dtype: np.dtype[Any], *, keep_float64: bool = False) -> np.dtyp
         return np.dtype(_WIDENED[dtype.name])
     if dtype.kind not in "biu" or dtype.name == "uint64":
         raise SpaceError(
-            f"the dtype of a space must be a float, an integer up to 64 bit or bool, got {dtype}"
+            "the dtype of a space must be a float, a signed integer, uint8, uint16, uint32 or bool,"
+            f" got {dtype}"
         )
     return dtype
 
@@ -52,10 +54,12 @@ def nest_tensors(space: Space, tensors: list[Tensor]) -> Any:
 def to_numpy(tensor: Tensor) -> Array:
     """The tensor's values on the CPU, without a copy where possible.
 
-    Bfloat16, which numpy lacks, as float32.
+    Floats that numpy lacks, such as bfloat16, as float32.
     """
     tensor = tensor.detach().cpu()
-    array: Array = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
+    if tensor.is_floating_point() and tensor.dtype not in _NUMPY_FLOATS:
+        tensor = tensor.float()
+    array: Array = tensor.numpy()
     return array
 
 
@@ -87,11 +91,10 @@ class ActionCodec:
         Raises:
             ActionError: Structure, shape, dtype or a value does not fit the action space.
         """
-        encoded = []
-        for leaf, rule in zip(self.leaves, self._rules, strict=True):
-            value = _pick(action, leaf)
-            encoded.append(rule.encode(value, num_rows))
-        return encoded
+        tensors = _tensors_of(self.space, action)
+        return [
+            rule.encode(tensor, num_rows) for rule, tensor in zip(self._rules, tensors, strict=True)
+        ]
 
     def decode(self, rows: list[Array]) -> list[Array]:
         """What the environments get for these rows, one array for each leaf."""
@@ -99,38 +102,29 @@ class ActionCodec:
 
     def rows_of(self, action: Any) -> Any:
         """The row [*shape] to store for one action such as `space.sample()` gives."""
-        values = _leaf_values(self.space, action)
         rows = [
-            torch.from_numpy(np.array(rule.inverse(np.asarray(value)), dtype=rule.stored))
-            for rule, value in zip(self._rules, values, strict=True)
+            torch.from_numpy(np.array(rule.inverse(np.asarray(value))))
+            for rule, value in zip(self._rules, flatten(self.space, action), strict=True)
         ]
         return nest_tensors(self.space, rows)
 
 
-def _leaf_values(space: Space, value: Any) -> list[Any]:
+def _tensors_of(space: Space, action: Any, path: Path = ()) -> list[Tensor]:
+    """The leaves of an action, in the order of `space_leaves`; nothing may be missing or extra."""
     parts = children(space)
     if parts is None:
-        return [value]
-    keys = [key if isinstance(space, spaces.Dict) else int(key) for key, _ in parts]
+        if not isinstance(action, Tensor):
+            raise ActionError(f"`{_name(path)}` must be a tensor, got {_describe(action)}")
+        return [action]
+    keys = [key for key, _ in parts]
+    if not isinstance(action, TensorDictBase) or set(action.keys()) != set(keys):
+        raise ActionError(
+            f"`{_name(path)}` must be a TensorDict with the keys {sorted(keys)}, got"
+            f" {_describe(action)}"
+        )
     return [
-        leaf
-        for key, (_, part) in zip(keys, parts, strict=True)
-        for leaf in _leaf_values(part, value[key])
+        leaf for key, part in parts for leaf in _tensors_of(part, action.get(key), (*path, key))
     ]
-
-
-def _pick(action: Any, leaf: Leaf) -> Tensor:
-    found = action
-    for key in leaf.path:
-        if not isinstance(found, TensorDictBase) or key not in set(found.keys()):
-            raise ActionError(
-                f"`action` must be a TensorDict with the leaf {'/'.join(leaf.path)!r}, got"
-                f" {_describe(action)}"
-            )
-        found = found.get(key)
-    if not isinstance(found, Tensor):
-        raise ActionError(f"`{_name(leaf)}` must be a tensor, got {_describe(found)}")
-    return found
 
 
 def _describe(value: Any) -> str:
@@ -139,8 +133,14 @@ def _describe(value: Any) -> str:
     return f"{type(value).__name__}"
 
 
-def _name(leaf: Leaf) -> str:
-    return "/".join(("action", *leaf.path))
+def _name(path: Path) -> str:
+    return "/".join(("action", *path))
+
+
+def _short(value: Any) -> str:
+    """Values for an error message, which a batch of large actions must not fill."""
+    text = str(value.tolist() if isinstance(value, (np.ndarray, np.generic)) else value)
+    return text if len(text) <= 200 else f"{text[:200]}…"
 
 
 @dataclass(frozen=True)
@@ -156,6 +156,7 @@ class _Rule:
         high: Largest allowed value, likewise.
         offset: What is added on the way to the environment.
         clip: Whether floats are clipped on the way to the environment.
+        largest: Largest magnitude of a float that stays finite as a row, and for the environment.
     """
 
     leaf: Leaf
@@ -165,67 +166,86 @@ class _Rule:
     high: Any
     offset: int
     clip: bool
+    largest: np.float32
 
     @classmethod
     def of(cls, leaf: Leaf, *, clip: bool) -> _Rule:
-        space, offset = leaf.space, 0
-        stored = stored_dtype(leaf.dtype)
-        low: Any
-        high: Any
-        if isinstance(space, spaces.Discrete):
-            stored, low, high, offset = np.dtype(np.int64), 0, int(space.n) - 1, int(space.start)
-        elif isinstance(space, spaces.MultiDiscrete):
-            low, high = space.start, space.start + space.nvec - 1
-        elif isinstance(space, spaces.MultiBinary):
-            low, high = 0, 1
-        else:
-            assert isinstance(space, spaces.Box)
-            low, high = space.low, space.high
-        return cls(
-            leaf, stored, torch.from_numpy(np.empty(0, stored)).dtype, low, high, offset, clip
-        )
+        stored, offset = stored_dtype(leaf.dtype), 0
+        if isinstance(leaf.space, spaces.Discrete):
+            stored, offset = np.dtype(np.int64), int(leaf.space.start)
+        low, high = _bounds(leaf.space)
+        tensor_dtype = torch.from_numpy(np.empty(0, stored)).dtype
+        # The clipped value is within the bounds, so only the row must stay finite.
+        narrow = leaf.dtype == np.float16 and not clip
+        largest = np.float32(np.finfo(np.float16 if narrow else np.float32).max)
+        return cls(leaf, stored, tensor_dtype, low, high, offset, clip, largest)
 
     def encode(self, value: Tensor, num_rows: int) -> Array:
         expected = (num_rows, *self.leaf.shape)
         if value.shape != expected:
             if self.leaf.shape != () or value.shape != (num_rows, 1):
                 raise ActionError(
-                    f"`{_name(self.leaf)}` must have shape {expected} for {num_rows} environments, "
-                    f"got {tuple(value.shape)}"
+                    f"`{_name(self.leaf.path)}` must have shape {expected} for {num_rows}"
+                    f" environments, got {tuple(value.shape)}"
                 )
             value = value.squeeze(-1)
         if not torch.can_cast(value.dtype, self.tensor_dtype):
             raise ActionError(
-                f"`{_name(self.leaf)}` must be of a dtype that can be cast to {self.tensor_dtype}"
-                f" for the space {self.leaf.space}, got {value.dtype}"
+                f"`{_name(self.leaf.path)}` must be of a dtype that can be cast to"
+                f" {self.tensor_dtype} for the space {self.leaf.space}, got {value.dtype}"
             )
         given = to_numpy(value)
         self._check_values(given)
-        rows = given if given.dtype == self.stored else given.astype(self.stored)
-        if rows is not given and given.dtype.kind in "iu" and not np.array_equal(rows, given):
-            raise ActionError(
-                f"`{_name(self.leaf)}` must stay exact as {self.stored}, got {given.tolist()}"
-            )
-        return rows
+        return given if given.dtype == self.stored else self._cast(given)
 
     def _check_values(self, given: Array) -> None:
         if self.stored.kind == "f":
             # Beyond the largest float32 a float64 is finite, but what would be stored is not.
-            if not (np.abs(given) <= np.finfo(self.stored).max).all():
-                raise ActionError(f"`{_name(self.leaf)}` must be finite, got {given.tolist()}")
+            if not (np.abs(given) <= self.largest).all():
+                raise ActionError(
+                    f"`{_name(self.leaf.path)}` must be finite as {self.stored} and as"
+                    f" {self.leaf.dtype}, got {_short(given)}"
+                )
         elif ((given < self.low) | (given > self.high)).any():
+            counting = ", counted from 0," if isinstance(self.leaf.space, spaces.Discrete) else ""
             raise ActionError(
-                f"`{_name(self.leaf)}` must lie in {np.min(self.low)} to {np.max(self.high)} "
-                f"(the space is {self.leaf.space}, indices count from 0), got {given.tolist()}"
+                f"`{_name(self.leaf.path)}` must lie in {_short(self.low)} to {_short(self.high)}"
+                f"{counting} for the space {self.leaf.space}, got {_short(given)}"
             )
+
+    def _cast(self, given: Array) -> Array:
+        rows = given.astype(self.stored)
+        whole = self.stored.kind == "f" and given.dtype.kind in "iu"
+        # Python compares an int with a float exactly; numpy would round the int first.
+        if whole and rows.tolist() != given.tolist():
+            raise ActionError(
+                f"`{_name(self.leaf.path)}` must stay exact as {self.stored}, got {_short(given)}"
+            )
+        return rows
 
     def decode(self, rows: Array) -> Array:
         if self.offset:
             return rows + self.offset
         if self.clip and self.stored.kind == "f":
-            clipped: Array = np.clip(rows.astype(self.leaf.dtype), self.low, self.high)
+            # Clipped first: what lies outside float16 would become infinite, with a warning.
+            clipped: Array = np.clip(rows, self.low, self.high).astype(self.leaf.dtype)
             return clipped
         return rows
 
     def inverse(self, value: Array) -> Array:
-        return value - self.offset
+        rows: Array = value.astype(self.stored)
+        return rows - self.offset if self.offset else rows
+
+
+def _bounds(space: Space) -> tuple[Any, Any]:
+    """Least and largest value, as rows hold them."""
+    if isinstance(space, spaces.Discrete):
+        return 0, int(space.n) - 1
+    if isinstance(space, spaces.MultiDiscrete):
+        # In int64, since start + nvec - 1 is computed in the space's dtype otherwise.
+        start, nvec = np.asarray(space.start, np.int64), np.asarray(space.nvec, np.int64)
+        return start, start + nvec - 1
+    if isinstance(space, spaces.MultiBinary):
+        return 0, 1
+    assert isinstance(space, spaces.Box)
+    return space.low, space.high

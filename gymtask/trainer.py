@@ -18,9 +18,9 @@ __all__ = ["SamplingConfig", "Trainer", "TrainerConfig", "evaluate"]
 
 
 class Trainer:
-    """Trains a model on a task::
+    """Trains a model on a task, epoch by epoch, until a limit is reached.
 
-        Trainer(TrainerConfig(learning_rate=3e-4)).train(task, model)
+    It reads `Trainer(TrainerConfig(learning_rate=3e-4)).train(task, model)`.
 
     Each epoch is, in this order (state.phase on the left)::
 
@@ -79,7 +79,13 @@ class Trainer:
         self.run_dir: Path | None = None
         self.stopped_by: str | None = None
 
-    def train(self, task: AnyTask, model: nn.Module, *, resume: str | Path | None = None) -> State:
+    def train(
+        self,
+        task: ReinforcementLearningTask[Any, Any],
+        model: nn.Module,
+        *,
+        resume: str | Path | None = None,
+    ) -> State:
         """Trains until a limit is reached, or until told to stop.
 
         Args:

@@ -153,8 +153,9 @@ def _put(target: dict[str, Any], key: Key, value: Any) -> None:
 def _info_columns(infos: list[dict[str, Any]], keys: Sequence[str]) -> dict[str, Any]:
     """One column for each info key, and under "_key" which rows have a value.
 
-    Numbers and arrays of one shape become tensors, in which a missing value is NaN, or 0 for
-    integers and bools; anything else is kept as it is, with None where it is missing.
+    Numbers and arrays of one shape become tensors (floats as float32, integers as int64), in which
+    a missing value is NaN, or 0 for integers and bools; anything else is kept as it is, with None
+    where it is missing.
     """
     columns: dict[str, Any] = {}
     for key in keys:
@@ -165,26 +166,31 @@ def _info_columns(infos: list[dict[str, Any]], keys: Sequence[str]) -> dict[str,
 
 
 def _info_column(values: list[Any]) -> Any:
-    given = [np.asarray(value) for value in values if value is not None]
+    given = [_as_array(value) for value in values if value is not None]
     if not given:
         return torch.full((len(values),), float("nan"))
-    dtypes = {array.dtype for array in given}
-    numeric = all(dtype.kind in "biuf" for dtype in dtypes)
+    # An unsigned integer of 64 bits may not fit int64.
+    numeric = all(array.dtype.kind in "biuf" and array.dtype != np.uint64 for array in given)
     if not numeric or len({array.shape for array in given}) != 1:
         return NonTensorStack(*values)
-    dtype = np.result_type(*dtypes)
+    dtype = np.result_type(*{array.dtype for array in given})
     stored = np.float32 if dtype.kind == "f" else np.bool_ if dtype.kind == "b" else np.int64
     column = np.full((len(values), *given[0].shape), np.nan if dtype.kind == "f" else 0, stored)
-    for row, value in enumerate(values):
-        if value is not None:
-            column[row] = value
+    column[[value is not None for value in values]] = given
     return torch.from_numpy(column)
+
+
+def _as_array(value: Any) -> Array:
+    try:
+        return np.asarray(value)
+    except ValueError:  # lists of unequal lengths
+        return np.empty((), object)
 
 
 # ---- what hooks may do ---------------------------------------------------------------------------
 
 
-def checked_trajectory(hook: str, before: TensorDictBase, after: object) -> TensorDictBase:
+def checked_trajectory(hook: str, before: TensorDictBase, after: object) -> TensorDict:
     """What a postprocess hook made of one trajectory, which must have the same length.
 
     Raises:
@@ -198,10 +204,10 @@ def checked_trajectory(hook: str, before: TensorDictBase, after: object) -> Tens
             f"`{hook}` must keep the length of a trajectory, {len(before)}, got batch size"
             f" {tuple(after.batch_size)}"
         )
-    return after
+    return after if isinstance(after, TensorDict) else after.to_tensordict()
 
 
-def checked_trajectories(before: Sequence[TensorDictBase], after: object) -> list[TensorDictBase]:
+def checked_trajectories(before: Sequence[TensorDictBase], after: object) -> list[TensorDict]:
     """What `postprocess_trajectories` returned: the same number, lengths and order.
 
     Raises:
@@ -219,10 +225,12 @@ def checked_trajectories(before: Sequence[TensorDictBase], after: object) -> lis
         )
     checked = [checked_trajectory(name, old, new) for old, new in zip(before, after, strict=True)]
     for place, (old, new) in enumerate(zip(before, checked, strict=True)):
+        both = set(old.keys()) & set(new.keys())  # a hook may take keys away
         for key in ("trajectory_id", "step"):
-            if key in set(new.keys()) and not torch.equal(old[key][:1], new[key][:1]):
+            stood, stands = (each[key][:1].tolist() if key in both else None for each in (old, new))
+            if stood != stands:
                 raise HookError(
                     f"`{name}` must keep the order of trajectories, got one that begins with {key} "
-                    f"{new[key][:1].tolist()} at place {place}, where {old[key][:1].tolist()} stood"
+                    f"{stands} at place {place}, where {stood} stood"
                 )
     return checked

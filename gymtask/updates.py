@@ -55,7 +55,7 @@ class Updater:
         for name in task.forward_methods:
             self._mark(name)
         self.optimizers = _make_optimizers(task, model, learning_rate)
-        self._steppers = {
+        self._steppers: dict[str, Any] = {
             name: fabric.setup_optimizers(optimizer) for name, optimizer in self.optimizers.items()
         }
         self.schedulers = _make_schedulers(task, self.optimizers)

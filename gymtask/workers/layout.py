@@ -136,12 +136,12 @@ def checked_value(value: Any, shape: tuple[int, ...], dtype: np.dtype[Any], path
 
     Raises:
         ObservationError: The shape is another one, or the cast would lose the kind (floats to
-            integers, say).
+            integers, say) or the value of an integer.
     """
     found = np.asarray(value)
     if found.shape != shape:
         raise ObservationError(f"{_where(path)} must have shape {shape}, got shape {found.shape}")
-    if not np.can_cast(found.dtype, dtype, casting="same_kind"):
+    if not castable(found.dtype, dtype):
         raise ObservationError(
             f"{_where(path)} must be of dtype {dtype}, got {found.dtype} ({value!r:.80})"
         )
@@ -149,6 +149,17 @@ def checked_value(value: Any, shape: tuple[int, ...], dtype: np.dtype[Any], path
     if dtype.kind in "iu" and not np.array_equal(cast, found):
         raise ObservationError(f"{_where(path)} must fit dtype {dtype}, got {value!r:.80}")
     return cast
+
+
+def castable(given: np.dtype[Any], dtype: np.dtype[Any]) -> bool:
+    """Whether values of one dtype can be of the kind of another.
+
+    Integers may be of any other integer dtype, if their values fit: that of a plain Python int is
+    int64 whatever the space says.
+    """
+    if given.kind in "biu" and dtype.kind in "iu":
+        return True
+    return np.can_cast(given, dtype, casting="same_kind")
 
 
 def _dict_writer(writers: list[tuple[str, Writer]], path: Path) -> Writer:

@@ -26,7 +26,14 @@ from gymtask.errors import (
     PoolClosedError,
     PoolStateError,
 )
-from gymtask.workers.layout import Array, Space, flatten, space_leaves
+from gymtask.workers.arguments import (
+    action_arrays,
+    check_limits,
+    check_workers,
+    checked_ids,
+    checked_seed,
+)
+from gymtask.workers.layout import Array, Space
 from gymtask.workers.slots import Slots
 from gymtask.workers.worker import BaseEnvironmentWorker, Steps
 
@@ -73,6 +80,7 @@ class WorkerPool(ABC):
         self.seed = workers[0].seed
         self.cleanup_time = max(worker.cleanup_time for worker in workers)
         self.all_ids: Array = np.arange(self.num_envs)
+        self.all_ids.setflags(write=False)  # `take` gives it out
         self.run_step: Array = np.zeros(self.num_envs, np.int64)
         self.episode: Array = np.full(self.num_envs, -1, np.int64)
         self.reset_seeds: list[int] | None = None
@@ -92,33 +100,26 @@ class WorkerPool(ABC):
     def from_workers(workers: Sequence[BaseEnvironmentWorker]) -> WorkerPool:
         """Starts workers.
 
-        Their env_ids must be 0 … N−1 in order, and their modes and spaces the same.
+        Their env_ids must be 0 … N−1 in order, and their modes, seeds and spaces the same. Whatever
+        keeps the first environment from being made raises here, once, before any worker starts.
 
         Raises:
             ConfigurationError: The workers do not fit together.
+            Exception: What making an environment raised.
         """
-        from gymtask.workers.process import (
-            ProcessPool,
-        )  # here, because the modes build on this module
+        from gymtask.workers.process import ProcessPool  # here: the modes build on this module
         from gymtask.workers.sync import SyncPool
         from gymtask.workers.thread import ThreadPool
 
         modes: dict[str, Any] = {"sync": SyncPool, "thread": ThreadPool, "process": ProcessPool}
-        if not workers:
-            raise ConfigurationError("`workers` must hold at least one worker, got none")
-        found = [index for worker in workers for index in worker.env_ids]
-        if found != list(range(len(found))):
-            raise ConfigurationError(
-                f"`env_ids` of the workers must be 0 to N-1 in order, got {found}"
-            )
-        if len({worker.mode for worker in workers}) != 1 or workers[0].mode not in modes:
-            raise ConfigurationError(
-                f"`mode` must be one of {', '.join(map(repr, modes))} and the same for all workers,"
-                f" got {[worker.mode for worker in workers]}"
-            )
-        env = workers[0].maker()
-        observation_space, action_space = env.observation_space, env.action_space
-        env.close()
+        check_workers(workers, list(modes))
+        try:
+            env = workers[0].maker()
+            observation_space, action_space = env.observation_space, env.action_space
+            env.close()
+        except Exception as error:
+            error.add_note("raised by environment 0, which was made to learn its spaces")
+            raise
         pool: WorkerPool = modes[workers[0].mode](workers, observation_space, action_space)
         return pool
 
@@ -132,17 +133,20 @@ class WorkerPool(ABC):
                 time, and with no seed afterwards, so that its random stream goes on.
 
         Raises:
+            ConfigurationError: The seed is no integer, or negative.
             PoolStateError: Actions are pending.
         """
         self._require_idle("reset")
         if seed is not None:
-            seeds: list[int | None] = [seed + index for index in range(self.num_envs)]
+            first = checked_seed(seed)
+            seeds: list[int | None] = [first + index for index in range(self.num_envs)]
         elif self.was_reset:
             seeds = [None] * self.num_envs
         else:
             seeds = list(self.reset_seeds or [self.seed + index for index in range(self.num_envs)])
         self.memory = None
-        self._run("reset", [(seed,) for seed in seeds])
+        self._on_all("reset", [(number,) for number in seeds])
+        self.slots.infos[:] = [{} for _ in range(self.num_envs)]
         self.episode += 1
         self.was_reset = True
         return self._steps(self.all_ids)
@@ -160,15 +164,7 @@ class WorkerPool(ABC):
             ConfigurationError: The indices or the shapes do not fit.
         """
         self._require_open()
-        ids = self.all_ids if env_ids is None else np.asarray(env_ids, np.int64)
-        if ids.ndim != 1 or len(ids) == 0 or len(set(ids.tolist())) != len(ids):
-            raise ConfigurationError(
-                f"`env_ids` must be one or more different indices, got {env_ids!r}"
-            )
-        if ids.min() < 0 or ids.max() >= self.num_envs:
-            raise ConfigurationError(
-                f"`env_ids` must lie in 0 to {self.num_envs - 1}, got {ids.tolist()}"
-            )
+        ids = self.all_ids if env_ids is None else checked_ids(env_ids, self.num_envs)
         if not self.was_reset:
             raise PoolStateError("cannot send before the first reset; call reset() first")
         if self._pending[ids].any():
@@ -176,18 +172,7 @@ class WorkerPool(ABC):
                 f"cannot send to environments {ids[self._pending[ids]].tolist()}, as their last"
                 " action is pending; call recv() first"
             )
-        values = flatten(self.action_space, actions)
-        leaves = space_leaves(self.action_space, "action")
-        arrays = [np.asarray(value) for value in values]
-        for leaf, array in zip(leaves, arrays, strict=True):
-            if array.shape != (len(ids), *leaf.shape):
-                raise ConfigurationError(
-                    f"`actions` must have shape {(len(ids), *leaf.shape)}, got {array.shape}"
-                )
-            if not np.can_cast(array.dtype, leaf.dtype, casting="same_kind"):
-                raise ConfigurationError(
-                    f"`actions` must be of dtype {leaf.dtype}, got {array.dtype}"
-                )
+        arrays = action_arrays(self.action_space, actions, len(ids))
         for target, array in zip(self.slots.action, arrays, strict=True):
             target[ids] = array
         self.post(ids)
@@ -212,22 +197,22 @@ class WorkerPool(ABC):
             Exception: What an environment raised; the pool is then closed.
         """
         self._require_open()
+        check_limits(min_envs, max_envs, timeout)
         limit = self.num_envs if max_envs is None else max_envs
-        if min_envs < 1 or limit < min_envs:
-            raise ConfigurationError(
-                f"`min_envs` must be at least 1 and at most max_envs ({max_envs}), got {min_envs}"
-            )
         return self._steps(self.take(min_envs, limit, timeout))
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """Calls a method of each environment, or reads an attribute, and gives N results."""
+        """Calls a method of each environment, or reads an attribute, and gives N results.
+
+        As with all that environments do, an exception reaches the caller and closes the pool.
+        """
         self._require_idle("call")
-        return tuple(self._run("call", [(name, *args)] * self.num_envs, kwargs))
+        return tuple(self._on_all("call", [(name, *args)] * self.num_envs, kwargs))
 
     def get_attr(self, name: str) -> tuple[Any, ...]:
         """The attribute of each environment, N of them."""
         self._require_idle("get_attr")
-        return tuple(self._run("get_attr", [(name,)] * self.num_envs))
+        return tuple(self._on_all("get_attr", [(name,)] * self.num_envs))
 
     def set_attr(self, name: str, values: Any) -> None:
         """Sets an attribute on the wrapper that has it, else on the innermost environment.
@@ -242,12 +227,12 @@ class WorkerPool(ABC):
             raise ConfigurationError(
                 f"`values` must hold {self.num_envs} values, got {len(listed)}"
             )
-        self._run("set_attr", [(name, value) for value in listed])
+        self._on_all("set_attr", [(name, value) for value in listed])
 
     def render(self) -> tuple[Any, ...]:
         """What `render()` of each environment gives."""
         self._require_idle("render")
-        return tuple(self._run("render", [()] * self.num_envs))
+        return tuple(self._on_all("render", [()] * self.num_envs))
 
     def close(self, timeout: float | None = None) -> None:
         """Ends all workers; does nothing the second time.
@@ -258,6 +243,7 @@ class WorkerPool(ABC):
         """
         if not self.closed:
             self.closed = True
+            self.memory = None  # it refers to the pool, which would keep both until some collection
             self._close(self.cleanup_time if timeout is None else timeout)
 
     def __enter__(self) -> Self:
@@ -303,6 +289,7 @@ class WorkerPool(ABC):
 
     def post(self, env_ids: Array) -> None:
         """Starts a step in `env_ids`, whose actions lie in the slots."""
+        self._require_open()
         self._pending[env_ids] = True
         self.num_pending += len(env_ids)
         self.num_posted += len(env_ids)
@@ -312,7 +299,13 @@ class WorkerPool(ABC):
         """Waits as `recv` does, and gives the indices of the environments alone, increasing.
 
         The rows lie in the slots.
+
+        Raises:
+            NothingPendingError: No environment was sent an action.
+            CollectionInterrupted: `interrupt` said so, and nobody finished for `WAIT_SLICE`
+                seconds. What is ready stays so.
         """
+        self._require_open()
         if not self.num_pending:
             raise NothingPendingError("cannot recv, as no action is pending; call send() first")
         want = min(min_envs, self.num_pending)
@@ -325,8 +318,10 @@ class WorkerPool(ABC):
                 patience = min(patience, deadline - time.monotonic())
                 if patience <= 0:
                     break
+            num_ready = len(self._ready)
             self._wait(patience)
-            if not self._ready and self.interrupt is not None and self.interrupt():
+            idle = len(self._ready) == num_ready
+            if idle and self.interrupt is not None and self.interrupt():
                 raise CollectionInterrupted("asked to stop while waiting for environments")
         return self._pop(max_envs)
 
@@ -350,7 +345,11 @@ class WorkerPool(ABC):
 
     @abstractmethod
     def _wait(self, timeout: float) -> None:
-        """Waits up to `timeout` seconds for a worker; adds rows of finished ones to `_ready`."""
+        """Waits up to `timeout` seconds for a worker; adds rows of finished ones to `_ready`.
+
+        Everybody who has finished by then is added, in the order in which they did as far as it is
+        known: that is what first come, first served rests on.
+        """
 
     @abstractmethod
     def _run(
@@ -374,7 +373,18 @@ class WorkerPool(ABC):
             error.add_note(
                 f"raised by environment {env_id} of {self.num_envs}, in {self.workers[0].mode} mode"
             )
+        if cause is None:
+            raise error  # with the cause that it has
         raise error from cause
+
+    def _on_all(
+        self, method: str, args: Sequence[tuple[Any, ...]], kwargs: dict[str, Any] | None = None
+    ) -> list[Any]:
+        try:
+            return self._run(method, args, kwargs)
+        except KeyboardInterrupt:
+            self.close()  # answers are on their way that must not be read as those of a later call
+            raise
 
     def _check_interrupt(self) -> None:
         """Closes the pool and raises, if it was asked to stop during something else than a step."""

@@ -8,12 +8,13 @@ its arrays cannot overwrite it.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from gymtask.errors import ObservationError
+from gymtask.errors import ConfigurationError, ObservationError
 from gymtask.maker import AnyEnv, EnvironmentMaker
 from gymtask.workers.layout import (
     Array,
@@ -46,7 +47,8 @@ class Slots:
         terminated: bool [N].
         truncated: bool [N].
         requested: bool [N]: whether an environment is to be stepped.
-        infos: For each environment, the values of the asked info keys of its last step or reset.
+        infos: For each environment, copies of the values of the asked info keys that its last step
+            gave; nothing after a reset.
     """
 
     def __init__(
@@ -115,25 +117,30 @@ class EnvironmentStepper:
 
     Attributes:
         envs: The environments, by their index in the pool.
-        current: Index of the environment that is being stepped or reset, -1 when none is.
+        current: Index of the environment that is being made, stepped, reset or called, -1 when none
+            is; after an exception, the one that raised.
     """
 
     def __init__(self, slots: Slots, makers: Mapping[int, EnvironmentMaker]) -> None:
         self.slots = slots
         self.current = -1
         self.envs: dict[int, AnyEnv] = {}
+        self._makers = makers
         self._info_keys = {index: maker.info_keys for index, maker in makers.items()}
         self._write: Writer = make_writer(slots.observation_space, slots.observation)
         self._write_final: Writer = make_writer(slots.observation_space, slots.final_observation)
         self._read: Reader = make_reader(slots.action_space, slots.action)
-        try:
-            for index, maker in makers.items():
-                self.current = index
-                self.envs[index] = maker()
-                self._check_spaces(index)
-        except BaseException:
-            self.close()
-            raise
+
+    def make(self) -> None:
+        """Makes the environments.
+
+        Raises:
+            ConfigurationError: One has other spaces than the slots.
+        """
+        for index, maker in self._makers.items():
+            self.current = index
+            self.envs[index] = maker()
+            self._check_spaces(index)
         self.current = -1
 
     def _check_spaces(self, index: int) -> None:
@@ -141,9 +148,9 @@ class EnvironmentStepper:
         for role, space in zip(("observation_space", "action_space"), expected, strict=True):
             found = getattr(self.envs[index], role)
             if found != space:
-                raise ObservationError(
-                    f"`{role}` of every environment must be {space}, got {found} from environment"
-                    f" {index}"
+                raise ConfigurationError(
+                    f"`{role}` of every environment must be that of environment 0, {space}, got"
+                    f" {found} from environment {index}"
                 )
 
     def step(self, index: int) -> None:
@@ -151,12 +158,15 @@ class EnvironmentStepper:
         self.current = index
         slots, env = self.slots, self.envs[index]
         observation, reward, terminated, truncated, info = env.step(self._read(index))
+        if reward is None:  # numpy would store it as NaN
+            raise ObservationError("the reward must be a number, got None")
         slots.reward[index] = reward
         slots.terminated[index] = terminated
         slots.truncated[index] = truncated
         keys = self._info_keys[index]
         if keys:
-            slots.infos[index] = {key: info[key] for key in keys if key in info}
+            # Copies: an environment may go on using what it returned.
+            slots.infos[index] = {key: copy.deepcopy(info[key]) for key in keys if key in info}
         if terminated or truncated:
             self._write_final(index, observation)
             observation, _ = env.reset()
@@ -209,13 +219,13 @@ class EnvironmentStepper:
         The first exception is raised once all of them were asked to close.
         """
         failures = []
-        for index, env in self.envs.items():
+        envs, self.envs = self.envs, {}
+        for index, env in envs.items():
             try:
                 env.close()
             except Exception as error:
                 error.add_note(f"raised by close() of environment {index}")
                 failures.append(error)
-        self.envs = {}
         if failures:
             raise failures[0]
 

@@ -20,7 +20,7 @@ class BaseEnvironmentWorker:
         maker: Makes each of its environments.
         env_ids: Their indices in the pool.
         seed: Environment i is first reset with `seed + i`.
-        mode: "sync", "thread" or "process".
+        mode: "sync", "thread" or "process"; the same for all workers of a pool, as the seed is.
         cleanup_time: Seconds it gets to close its environments before it is killed.
         daemon: Whether a worker process is daemonic.
     """

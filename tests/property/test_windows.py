@@ -161,6 +161,13 @@ def test_uniform_over_windows_not_over_pieces(
     assert all(abs(count - draws * share) <= bound for count in counts.values())
 
 
+def test_windows_of_a_batch_are_drawn_independently() -> None:
+    dataset = ReplayDataset(make_samples([2]), 1, 1, 3, num_batches=4000, seed=0)
+    counts = Counter(tuple(batch) for batch in batches_of(dataset))
+    assert len(counts) == 8
+    assert all(abs(n - 500) <= 4 * (4000 * 1 / 8 * 7 / 8) ** 0.5 for n in counts.values())
+
+
 def test_endless_unless_num_batches_ends_it() -> None:
     dataset = ReplayDataset(make_samples([4]), 3, 1, 2)
     assert len(batches_of(dataset, 100)) == 100
@@ -237,13 +244,11 @@ def test_without_shuffle_every_pass_is_in_stored_order() -> None:
     assert [window[0] for window in windows_of(dataset)] == [0, 1, 1000, 1001] * 2
 
 
-def test_every_pass_has_a_random_order_of_its_own() -> None:
-    dataset = ReplayDataset(make_samples([5]), 1, 1, 5, False, num_batches=2000, seed=0)
-    orders = batches_of(dataset)
-    for place in (0, 4):  # the first and the last window of a pass are any of the 5, equally often
-        counts = Counter(order[place] for order in orders)
-        assert len(counts) == 5
-        assert all(abs(n - 400) <= 4 * (2000 * 0.2 * 0.8) ** 0.5 for n in counts.values())
+def test_every_order_of_a_pass_is_equally_likely() -> None:
+    dataset = ReplayDataset(make_samples([4]), 1, 1, 4, False, num_batches=4800, seed=0)
+    counts = Counter(tuple(order) for order in batches_of(dataset))
+    assert len(counts) == 24
+    assert all(abs(n - 200) <= 4 * (4800 * 1 / 24 * 23 / 24) ** 0.5 for n in counts.values())
 
 
 def test_drop_last_with_too_few_windows_is_refused() -> None:

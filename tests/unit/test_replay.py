@@ -19,7 +19,7 @@ EPISODE = EpisodeRecord(
     trajectory_id=7, env_id=1, episode_return=2.5, length=4, terminated=True, truncated=False
 )
 NO_WINDOW = "no trajectory is long enough for a window of 5 rows (clip_size 3, stride 2): "
-NO_PIECE = "`samples{}` must have a batch shape [T] with T of at least 1, got {}"
+NO_PIECE = "`samples{}` must have a batch shape [T], T above 0, got {}"
 
 
 def make_piece(number: int, length: int) -> TensorDict:
@@ -50,13 +50,11 @@ def exactly(text: str) -> str:
 
 
 class TestReplaySamples:
-    def test_samples_is_the_tensordict_given(self) -> None:
-        rows = make_piece(2, 5)
-        assert ReplaySamples(rows).samples is rows
-        assert len(ReplaySamples(rows)) == 5
-
     def test_indexing_and_iteration_give_rows_in_order_of_time(self) -> None:
-        piece = ReplaySamples(make_piece(2, 5))
+        rows = make_piece(2, 5)
+        piece = ReplaySamples(rows)
+        assert piece.samples is rows
+        assert len(piece) == 5
         assert piece[3].batch_size == torch.Size([])
         assert [piece[row]["observation"].item() for row in (3, -1)] == [2003, 2004]
         assert piece[1:3]["observation"].tolist() == [2001, 2002]
@@ -187,10 +185,9 @@ class TestMultiReplaySamples:
         assert (len(empty), empty.num_transitions, empty.samples) == (0, 0, [])
         assert empty.to_tensordict()["next", "end"].shape == (0,)
         text = exactly("no trajectory to take a window from: there is no piece")
-        with pytest.raises(WindowError, match=text):
-            empty.sample(1)
-        with pytest.raises(WindowError, match=text):
-            ReplayDataset(empty, 1, 1, 1)
+        for draw in (lambda: empty.sample(1), lambda: ReplayDataset(empty, 1, 1, 1)):
+            with pytest.raises(WindowError, match=text):
+                draw()
 
     INT, REWARD, FLAG = "torch.int64 [T] on cpu", "torch.float32 [T] on cpu", "torch.bool [T] on"
 
@@ -206,19 +203,23 @@ class TestMultiReplaySamples:
         ],
     )
     def test_pieces_that_differ_are_refused(
-        self, key: str, value: object, rule: str, got: str
+        self, key: str, value: torch.Tensor | None, rule: str, got: str
     ) -> None:
-        other = make_piece(1, 2).exclude(key)
-        if value is not None:
-            other[key] = value
+        other = make_piece(1, 2)
+        other = other.exclude(key) if value is None else other.set(key, value)
         text = f"`samples[1].get({key!r})` must be {rule} as in samples[0], got {got}"
         with pytest.raises(ConfigurationError, match=exactly(text)):
             MultiReplaySamples([make_piece(0, 3), other, make_piece(2, 3)])
 
-    def test_a_first_piece_without_keys_does_not_hide_those_of_the_next(self) -> None:
-        text = "`samples[1].get('x')` must be absent as in samples[0], got torch.float32 [T] on cpu"
-        with pytest.raises(ConfigurationError, match=exactly(text)):
-            MultiReplaySamples([TensorDict({}, [2]), TensorDict({"x": torch.zeros(3)}, [3])])
+    def test_keys_of_pieces_must_match_whatever_their_order(self) -> None:
+        a, b = (TensorDict({key: torch.zeros(2)}, [2]) for key in "ab")
+        b_too_many = "`samples[1].get('b')` must be absent as in samples[0], got torch.float32 [T]"
+        for first in (a, TensorDict({}, [2])):
+            with pytest.raises(ConfigurationError, match=re.escape(b_too_many)):
+                MultiReplaySamples([first, b])
+        ab = TensorDict({"a": torch.zeros(2), "b": torch.ones(2)}, [2])
+        ba = TensorDict({"b": torch.ones(2), "a": torch.zeros(2)}, [2])
+        assert MultiReplaySamples([ab, ba]).to_tensordict()["b"].tolist() == [1, 1, 1, 1]
 
     @pytest.mark.parametrize(
         ("samples", "text"),
@@ -261,8 +262,7 @@ class TestNonTensorData:
 class TestReplayDataset:
     def test_batch_has_shapes_dtypes_and_rows_of_the_store(self) -> None:
         (batch,) = ReplayDataset(make_samples(5, 4), 3, 1, 6, num_batches=1)
-        assert batch.batch_size == torch.Size([6, 3])
-        assert batch["pixels"].shape == (6, 3, 2, 3)
+        assert (batch.batch_size, batch["pixels"].shape) == ((6, 3), (6, 3, 2, 3))
         dtypes = [batch[key].dtype for key in ("observation", "pixels", "is_init")]
         assert dtypes == [torch.int64, torch.uint8, torch.bool]
         assert batch["next", "reward"].dtype == torch.float32
@@ -302,8 +302,7 @@ class TestReplayDataset:
     @pytest.mark.parametrize("keys", [["next"], [("next", "reward"), "next"]])
     def test_key_of_a_nested_tensordict_takes_all_below_it(self, keys: list[str]) -> None:
         (batch,) = ReplayDataset(make_samples(5), 2, 1, 3, num_batches=1, batch_keys=keys)
-        assert set(batch.keys()) == {"next"}
-        assert set(batch["next"].keys()) == {"observation", "reward"}
+        assert {*batch.keys(True)} == {"next", ("next", "observation"), ("next", "reward")}
 
     BAD_KEYS = ("reward", ("next", "no"), ("observation", "x"), 5, ("next", 5), (), ["next"])
 

@@ -1,0 +1,299 @@
+"""Proximal policy optimisation (Schulman et al. 2017, arXiv:1707.06347), in one file.
+
+    python examples/ppo.py
+    python examples/ppo.py --task.env-id HalfCheetah-v5
+    python examples/ppo.py --help
+
+Without arguments it trains CartPole-v1, says where everything went, evaluates the trained policy
+over 100 episodes, and films one. Any environment id with a Box observation and a Discrete or Box
+action space will do. The implementation details are those that Huang et al. documented for
+CleanRL's ppo.py and ppo_continuous_action.py ("The 37 implementation details of proximal policy
+optimization", ICLR blog track 2022); [n] below is the number of the detail in their list of core
+details, [c n] in their list for continuous actions.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import torch
+import tyro
+from tensordict import TensorDict
+from torch import Tensor, nn
+from torch.distributions import Categorical, Distribution, Independent, Normal
+from torch.optim import Adam, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+import gymtask
+
+
+@dataclass
+class PPOConfig(gymtask.ReinforcementLearningTaskConfig):
+    """PPO's own settings beside those of every task.
+
+    Attributes:
+        env_id: Id of the environment.
+        gamma: Discount of rewards.
+        gae_lambda: λ of generalized advantage estimation.
+        clip_coef: How far the ratio of new to old probabilities may leave 1.
+        value_coef: Weight of the value loss.
+        entropy_coef: Weight of the entropy bonus.
+        learning_rate: Of Adam, at the start.
+        anneal: Whether the learning rate falls to 0 over `max_samples`.
+        hidden: Units of each of the two hidden layers.
+    """
+
+    name: str = "ppo"
+    max_samples: int | None = 200_000
+    env_id: str = "CartPole-v1"
+    gamma: float = 0.99
+    gae_lambda: float = 0.95
+    clip_coef: float = 0.2
+    value_coef: float = 0.5
+    entropy_coef: float = 0.0
+    learning_rate: float = 1e-3
+    anneal: bool = True
+    hidden: int = 64
+    # [1] Eight environments, each stepped 128 times for a collection. Actions outside a Box are
+    # clipped for the environment alone [c 5].
+    environment: gymtask.EnvironmentConfig = field(
+        default_factory=lambda: gymtask.EnvironmentConfig(
+            num_envs=8, env_worker_mode="sync", env_seed=1, action_clip=True
+        )
+    )
+    # [6] Minibatches: 16 updates of 256 rows are 4 passes over 1024 rows, each row once a pass.
+    dataset: gymtask.DatasetConfig = field(
+        default_factory=lambda: gymtask.DatasetConfig(num_update_steps=16, replacement=False)
+    )
+    train_dl: gymtask.DataLoaderConfig = field(
+        default_factory=lambda: gymtask.DataLoaderConfig(batch_size=256)
+    )
+
+
+@dataclass
+class Arguments:
+    """Everything that can be set on the command line.
+
+    Attributes:
+        task: What is learnt, and from what.
+        trainer: How the run goes.
+        resume: A checkpoint, a run directory, or "auto", to go on with.
+        clip: Whether to film the trained policy.
+    """
+
+    task: PPOConfig = field(default_factory=PPOConfig)
+    trainer: gymtask.TrainerConfig = field(
+        default_factory=lambda: gymtask.TrainerConfig(
+            sampling=gymtask.SamplingConfig(num_epoch_samples=1024),
+            clip_grad_norm=0.5,  # [11]
+            checkpoint_interval=20,
+        )
+    )
+    resume: str | None = None
+    clip: bool = True
+
+
+def layer(inputs: int, outputs: int, std: float = 2**0.5) -> nn.Linear:
+    """[2] A linear layer with orthogonal weights and a bias of 0."""
+    linear = nn.Linear(inputs, outputs)
+    nn.init.orthogonal_(linear.weight, std)
+    nn.init.zeros_(linear.bias)
+    return linear
+
+
+def features(space: gym.Space[Any], value: Any) -> Tensor:
+    """An observation of any batch shape as floats [..., flatdim(space)], as Gymnasium flattens it."""
+    if isinstance(space, gym.spaces.Dict):
+        return torch.cat([features(part, value[key]) for key, part in space.items()], -1)
+    if isinstance(space, gym.spaces.Tuple):
+        return torch.cat([features(part, value[str(i)]) for i, part in enumerate(space)], -1)
+    if isinstance(space, gym.spaces.Discrete):
+        return nn.functional.one_hot(value - int(space.start), int(space.n)).float()
+    if isinstance(space, gym.spaces.MultiDiscrete):
+        columns = (value - torch.as_tensor(space.start, device=value.device)).flatten(
+            -space.nvec.ndim
+        )
+        parts = zip(columns.unbind(-1), space.nvec.flat, strict=True)
+        return torch.cat(
+            [nn.functional.one_hot(column.long(), int(n)) for column, n in parts], -1
+        ).float()
+    flat: Tensor = value.reshape(*value.shape[: value.ndim - len(space.shape or ())], -1).float()
+    return flat / 255 if value.dtype == torch.uint8 else flat
+
+
+class ActorCritic(nn.Module):
+    """[13] Policy and value in two networks of two tanh layers each."""
+
+    def __init__(
+        self, observation_space: gym.Space[Any], action_space: gym.Space[Any], hidden: int
+    ) -> None:
+        super().__init__()
+        if not isinstance(action_space, (gym.spaces.Discrete, gym.spaces.Box)):
+            raise ValueError(f"the action space must be Discrete or a Box, got {action_space}")
+        self.space = observation_space
+        self.discrete = isinstance(action_space, gym.spaces.Discrete)
+        self.action_shape = action_space.shape or ()
+        inputs, outputs = gym.spaces.flatdim(observation_space), gym.spaces.flatdim(action_space)
+        self.actor, self.critic = (
+            nn.Sequential(
+                layer(inputs, hidden),
+                nn.Tanh(),
+                layer(hidden, hidden),
+                nn.Tanh(),
+                layer(hidden, n, std),
+            )
+            for n, std in [(outputs, 0.01), (1, 1.0)]
+        )
+        # [c 2] The deviation does not depend on the state; [c 3] an action's parts are independent.
+        self.log_std = nn.Parameter(torch.zeros(self.action_shape), requires_grad=not self.discrete)
+
+    def policy(self, observation: Any) -> Tensor:
+        """Logits [..., n], or the mean of the action [..., *shape]."""
+        output: Tensor = self.actor(features(self.space, observation))
+        return output if self.discrete else output.unflatten(-1, self.action_shape)
+
+    def value(self, observation: Any) -> Tensor:
+        """Value of a state, [...]."""
+        value: Tensor = self.critic(features(self.space, observation)).squeeze(-1)
+        return value
+
+    def distribution(self, output: Tensor) -> Distribution:
+        """The distribution of actions for what `policy` gave."""
+        if self.discrete:
+            return Categorical(logits=output, validate_args=False)
+        normal = Normal(output, self.log_std.exp(), validate_args=False)  # [c 1]
+        return Independent(normal, len(self.action_shape), validate_args=False)
+
+    def forward(self, observation: Any) -> tuple[Distribution, Tensor]:
+        """Distribution of actions, and value."""
+        return self.distribution(self.policy(observation)), self.value(observation)
+
+
+class PPO(gymtask.ReinforcementLearningTask[PPOConfig, ActorCritic]):
+    """The task."""
+
+    batch_keys = ("observation", "action", "log_prob", "advantage", "value_target", "state_value")
+
+    def get_environment(self) -> gymtask.Environment:
+        return gymtask.Environment(self.config.env_id)
+
+    def get_model(self) -> ActorCritic:
+        spaces = self.get_environment_cached()
+        return ActorCritic(spaces.observation_space, spaces.action_space, self.config.hidden)
+
+    def get_optimizers(self, model: ActorCritic) -> Optimizer:
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        return Adam(parameters, lr=self.config.learning_rate, eps=1e-5)  # [3]
+
+    def get_lr_schedulers(self, optimizers: Mapping[str, Optimizer]) -> Sequence[LambdaLR]:
+        if not self.config.anneal or self.config.max_samples is None:
+            return ()
+        total = self.config.max_samples  # [4] the rate falls linearly to 0
+        return [
+            LambdaLR(each, lambda _: max(0.0, 1.0 - self.state.num_samples / total))
+            for each in optimizers.values()
+        ]
+
+    def get_actions(self, model: ActorCritic, states: TensorDict, optimal: bool) -> Tensor:
+        output = model.policy(states["observation"])
+        if model.discrete:
+            return output.argmax(-1) if optimal else gymtask.sampling.categorical(output, states)
+        return output if optimal else gymtask.sampling.gaussian(output, model.log_std.exp(), states)
+
+    def get_values(self, model: ActorCritic, states: TensorDict) -> Tensor:
+        # One pass over all rows, also for the log-probabilities below: computed step by step they
+        # would cost more than the environment. Each piece has one state more than it has rows.
+        self.old_policy_output, self.old_policy = (
+            model.policy(states["observation"]),
+            model.distribution,
+        )
+        return model.value(states["observation"])
+
+    def postprocess_trajectories(self, trajectories: list[TensorDict]) -> list[TensorDict]:
+        """Log-probabilities, and [5] advantages and value targets, once for the collection."""
+        lengths = [len(trajectory) for trajectory in trajectories]
+        rows, end = torch.cat(trajectories), torch.zeros(sum(lengths), dtype=torch.bool)
+        end[torch.tensor(lengths).cumsum(0) - 1] = True
+        parts = self.old_policy_output.split([length + 1 for length in lengths])
+        with torch.no_grad():
+            old = self.old_policy(torch.cat([part[:-1] for part in parts]))
+            rows["log_prob"] = old.log_prob(rows["action"].to(parts[0].device)).cpu()
+        rows["advantage"], rows["value_target"] = gymtask.generalized_advantage_estimate(
+            rows["next", "reward"],
+            value=rows["state_value"],
+            next_value=rows["next", "state_value"],  # of the final observation at a time limit
+            terminated=rows["next", "terminated"],
+            truncated=rows["next", "truncated"],
+            gamma=self.config.gamma,
+            gae_lambda=self.config.gae_lambda,
+            end=end,
+        )
+        return list(rows.split(lengths))
+
+    def run_model(
+        self, model: ActorCritic, batch: TensorDict, state: gymtask.State
+    ) -> tuple[Distribution, Tensor]:
+        return model(batch["observation"])  # type: ignore[no-any-return]
+
+    def compute_loss(
+        self,
+        model: ActorCritic,
+        batch: TensorDict,
+        state: gymtask.State,
+        output: tuple[Distribution, Tensor],
+    ) -> dict[str, Tensor]:
+        distribution, value = output
+        clip = self.config.clip_coef
+        ratio = (distribution.log_prob(batch["action"]) - batch["log_prob"]).exp()
+        advantage = batch["advantage"]
+        # [7] Normalised within the minibatch; one row alone has no deviation, and only its mean is taken off
+        # where there are more.
+        if advantage.numel() > 1:
+            advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+        # [8] The clipped objective.
+        surrogate = torch.min(advantage * ratio, advantage * ratio.clamp(1 - clip, 1 + clip))
+        # [9] The value's change is clipped as well.
+        old, target = batch["state_value"], batch["value_target"]
+        clipped = old + (value - old).clamp(-clip, clip)
+        value_loss = 0.5 * torch.max((value - target) ** 2, (clipped - target) ** 2)
+        # [10] One loss of all three.
+        return {
+            "policy": -surrogate.mean(),
+            "value": self.config.value_coef * value_loss.mean(),
+            "entropy": -self.config.entropy_coef * distribution.entropy().mean(),
+        }
+
+
+def mean_return(task: PPO, model: ActorCritic, *, optimal: bool) -> float:
+    """Mean return over 100 episodes in fresh environments, with seeds that were not trained on."""
+    episodes = gymtask.evaluate(task, model, num_episodes=100, optimal=optimal)
+    return statistics.fmean(episode.episode_return for episode in episodes)
+
+
+def main() -> None:
+    """Trains, evaluates and films."""
+    arguments = tyro.cli(Arguments, description=__doc__)
+    task = PPO(arguments.task)
+    torch.manual_seed(arguments.task.environment.env_seed)
+    model = task.get_model()
+    trainer = gymtask.Trainer(arguments.trainer)
+    state = trainer.train(task, model, resume=arguments.resume)
+    print(
+        f"stopped by {trainer.stopped_by} after {state.num_samples} steps, {state.elapsed_time:.0f} s"
+    )
+    greedy, sampled = (mean_return(task, model, optimal=optimal) for optimal in (True, False))
+    print(f"mean return over 100 episodes: {greedy:.1f} greedy, {sampled:.1f} sampled")
+    print(f"run directory: {trainer.run_dir}")
+    if arguments.clip and trainer.run_dir is not None:
+        path = trainer.run_dir / "clips" / "final.mp4"
+        task.sample_clip(save_path=path, model=model)
+        print(f"clip: {path}")
+
+
+if __name__ == "__main__":
+    main()
