@@ -273,9 +273,8 @@ def report(options: argparse.Namespace, rates: dict[str, list[float]]) -> None:
     for name, found in rates.items():
         ratios = sorted(rate / other for rate, other in zip(found, base, strict=True))
         middle = statistics.median(ratios)
-        print(
-            f"| {name} | {statistics.median(found):,.0f} | {middle:.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f}) |"
-        )
+        span = f"{ratios[0]:.2f} to {ratios[-1]:.2f}"
+        print(f"| {name} | {statistics.median(found):,.0f} | {middle:.2f} ({span}) |")
     if options.out:
         versions = {
             "python": platform.python_version(),

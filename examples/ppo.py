@@ -1,15 +1,14 @@
 """Proximal policy optimisation (Schulman et al. 2017, arXiv:1707.06347), in one file.
 
     python examples/ppo.py
-    python examples/ppo.py --task.env-id HalfCheetah-v5
+    python examples/ppo.py --env-id HalfCheetah-v5
     python examples/ppo.py --help
 
-Without arguments it trains CartPole-v1, says where everything went, evaluates the trained policy
-over 100 episodes, and films one. Any environment id with a Box observation and a Discrete or Box
-action space will do. The implementation details are those that Huang et al. documented for
-CleanRL's ppo.py and ppo_continuous_action.py ("The 37 implementation details of proximal policy
-optimization", ICLR blog track 2022); [n] below is the number of the detail in their list of core
-details, [c n] in their list for continuous actions.
+Without arguments it trains CartPole-v1, evaluates the trained policy over 100 episodes, films one
+and says where everything went. Any id with a Discrete or Box action space will do. [n] marks core
+detail n, [c n] detail n for continuous actions, of Huang et al., "The 37 implementation details of
+proximal policy optimization" (ICLR blog track, 2022), which document CleanRL's ppo.py and
+ppo_continuous_action.py; their normalisation of observations and rewards [c 6 to c 9] is not here.
 """
 
 from __future__ import annotations
@@ -17,10 +16,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
 import gymnasium as gym
-import numpy as np
 import torch
 import tyro
 from tensordict import TensorDict
@@ -30,6 +28,8 @@ from torch.optim import Adam, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 import gymtask
+
+Output: TypeAlias = "tuple[Distribution, Tensor]"
 
 
 @dataclass
@@ -41,6 +41,7 @@ class PPOConfig(gymtask.ReinforcementLearningTaskConfig):
         gamma: Discount of rewards.
         gae_lambda: λ of generalized advantage estimation.
         clip_coef: How far the ratio of new to old probabilities may leave 1.
+        clip_value: Whether the change of a value is clipped like the ratio.
         value_coef: Weight of the value loss.
         entropy_coef: Weight of the entropy bonus.
         learning_rate: Of Adam, at the start.
@@ -54,19 +55,19 @@ class PPOConfig(gymtask.ReinforcementLearningTaskConfig):
     gamma: float = 0.99
     gae_lambda: float = 0.95
     clip_coef: float = 0.2
+    clip_value: bool = True
     value_coef: float = 0.5
     entropy_coef: float = 0.0
     learning_rate: float = 1e-3
     anneal: bool = True
     hidden: int = 64
-    # [1] Eight environments, each stepped 128 times for a collection. Actions outside a Box are
-    # clipped for the environment alone [c 5].
+    # [1] Eight environments; actions outside a Box are clipped for the environment alone [c 5].
     environment: gymtask.EnvironmentConfig = field(
         default_factory=lambda: gymtask.EnvironmentConfig(
             num_envs=8, env_worker_mode="sync", env_seed=1, action_clip=True
         )
     )
-    # [6] Minibatches: 16 updates of 256 rows are 4 passes over 1024 rows, each row once a pass.
+    # [6] 16 minibatches of 256 are 4 passes over the 1024 rows of a collection.
     dataset: gymtask.DatasetConfig = field(
         default_factory=lambda: gymtask.DatasetConfig(num_update_steps=16, replacement=False)
     )
@@ -77,7 +78,7 @@ class PPOConfig(gymtask.ReinforcementLearningTaskConfig):
 
 @dataclass
 class Arguments:
-    """Everything that can be set on the command line.
+    """The command line.
 
     Attributes:
         task: What is learnt, and from what.
@@ -86,7 +87,7 @@ class Arguments:
         clip: Whether to film the trained policy.
     """
 
-    task: PPOConfig = field(default_factory=PPOConfig)
+    task: Annotated[PPOConfig, tyro.conf.arg(name="")] = field(default_factory=PPOConfig)
     trainer: gymtask.TrainerConfig = field(
         default_factory=lambda: gymtask.TrainerConfig(
             sampling=gymtask.SamplingConfig(num_epoch_samples=1024),
@@ -106,8 +107,14 @@ def layer(inputs: int, outputs: int, std: float = 2**0.5) -> nn.Linear:
     return linear
 
 
+def network(inputs: int, hidden: int, outputs: int, std: float) -> nn.Sequential:
+    """Two tanh layers, and a last one with weights of size `std`."""
+    first, second = layer(inputs, hidden), layer(hidden, hidden)
+    return nn.Sequential(first, nn.Tanh(), second, nn.Tanh(), layer(hidden, outputs, std))
+
+
 def features(space: gym.Space[Any], value: Any) -> Tensor:
-    """An observation of any batch shape as floats [..., flatdim(space)], as Gymnasium flattens it."""
+    """An observation as floats [..., flatdim(space)], as Gymnasium flattens it."""
     if isinstance(space, gym.spaces.Dict):
         return torch.cat([features(part, value[key]) for key, part in space.items()], -1)
     if isinstance(space, gym.spaces.Tuple):
@@ -115,13 +122,10 @@ def features(space: gym.Space[Any], value: Any) -> Tensor:
     if isinstance(space, gym.spaces.Discrete):
         return nn.functional.one_hot(value - int(space.start), int(space.n)).float()
     if isinstance(space, gym.spaces.MultiDiscrete):
-        columns = (value - torch.as_tensor(space.start, device=value.device)).flatten(
-            -space.nvec.ndim
-        )
-        parts = zip(columns.unbind(-1), space.nvec.flat, strict=True)
-        return torch.cat(
-            [nn.functional.one_hot(column.long(), int(n)) for column, n in parts], -1
-        ).float()
+        start = torch.as_tensor(space.start, device=value.device)
+        columns = (value - start).flatten(-space.nvec.ndim).long().unbind(-1)
+        sizes = zip(columns, space.nvec.flat, strict=True)
+        return torch.cat([nn.functional.one_hot(each, int(n)) for each, n in sizes], -1).float()
     flat: Tensor = value.reshape(*value.shape[: value.ndim - len(space.shape or ())], -1).float()
     return flat / 255 if value.dtype == torch.uint8 else flat
 
@@ -140,14 +144,8 @@ class ActorCritic(nn.Module):
         self.action_shape = action_space.shape or ()
         inputs, outputs = gym.spaces.flatdim(observation_space), gym.spaces.flatdim(action_space)
         self.actor, self.critic = (
-            nn.Sequential(
-                layer(inputs, hidden),
-                nn.Tanh(),
-                layer(hidden, hidden),
-                nn.Tanh(),
-                layer(hidden, n, std),
-            )
-            for n, std in [(outputs, 0.01), (1, 1.0)]
+            network(inputs, hidden, outputs, 0.01),
+            network(inputs, hidden, 1, 1.0),
         )
         # [c 2] The deviation does not depend on the state; [c 3] an action's parts are independent.
         self.log_std = nn.Parameter(torch.zeros(self.action_shape), requires_grad=not self.discrete)
@@ -194,10 +192,8 @@ class PPO(gymtask.ReinforcementLearningTask[PPOConfig, ActorCritic]):
         if not self.config.anneal or self.config.max_samples is None:
             return ()
         total = self.config.max_samples  # [4] the rate falls linearly to 0
-        return [
-            LambdaLR(each, lambda _: max(0.0, 1.0 - self.state.num_samples / total))
-            for each in optimizers.values()
-        ]
+        rate = lambda _: max(0.0, 1.0 - self.state.num_samples / total)  # noqa: E731
+        return [LambdaLR(optimizer, rate) for optimizer in optimizers.values()]
 
     def get_actions(self, model: ActorCritic, states: TensorDict, optimal: bool) -> Tensor:
         output = model.policy(states["observation"])
@@ -208,10 +204,7 @@ class PPO(gymtask.ReinforcementLearningTask[PPOConfig, ActorCritic]):
     def get_values(self, model: ActorCritic, states: TensorDict) -> Tensor:
         # One pass over all rows, also for the log-probabilities below: computed step by step they
         # would cost more than the environment. Each piece has one state more than it has rows.
-        self.old_policy_output, self.old_policy = (
-            model.policy(states["observation"]),
-            model.distribution,
-        )
+        self.old_policy = model.distribution, model.policy(states["observation"])
         return model.value(states["observation"])
 
     def postprocess_trajectories(self, trajectories: list[TensorDict]) -> list[TensorDict]:
@@ -219,10 +212,11 @@ class PPO(gymtask.ReinforcementLearningTask[PPOConfig, ActorCritic]):
         lengths = [len(trajectory) for trajectory in trajectories]
         rows, end = torch.cat(trajectories), torch.zeros(sum(lengths), dtype=torch.bool)
         end[torch.tensor(lengths).cumsum(0) - 1] = True
-        parts = self.old_policy_output.split([length + 1 for length in lengths])
+        distribution, output = self.old_policy
+        parts = output.split([length + 1 for length in lengths])
         with torch.no_grad():
-            old = self.old_policy(torch.cat([part[:-1] for part in parts]))
-            rows["log_prob"] = old.log_prob(rows["action"].to(parts[0].device)).cpu()
+            old = distribution(torch.cat([part[:-1] for part in parts]))
+            rows["log_prob"] = old.log_prob(rows["action"].to(output.device)).cpu()
         rows["advantage"], rows["value_target"] = gymtask.generalized_advantage_estimate(
             rows["next", "reward"],
             value=rows["state_value"],
@@ -235,44 +229,31 @@ class PPO(gymtask.ReinforcementLearningTask[PPOConfig, ActorCritic]):
         )
         return list(rows.split(lengths))
 
-    def run_model(
-        self, model: ActorCritic, batch: TensorDict, state: gymtask.State
-    ) -> tuple[Distribution, Tensor]:
-        return model(batch["observation"])  # type: ignore[no-any-return]
+    def run_model(self, model: ActorCritic, batch: TensorDict, state: gymtask.State) -> Output:
+        output: Output = model(batch["observation"])
+        return output
 
     def compute_loss(
-        self,
-        model: ActorCritic,
-        batch: TensorDict,
-        state: gymtask.State,
-        output: tuple[Distribution, Tensor],
+        self, model: ActorCritic, batch: TensorDict, state: gymtask.State, output: Output
     ) -> dict[str, Tensor]:
         distribution, value = output
         clip = self.config.clip_coef
         ratio = (distribution.log_prob(batch["action"]) - batch["log_prob"]).exp()
         advantage = batch["advantage"]
-        # [7] Normalised within the minibatch; one row alone has no deviation, and only its mean is taken off
-        # where there are more.
-        if advantage.numel() > 1:
+        if advantage.numel() > 1:  # [7] within the minibatch; one row alone has no deviation
             advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
         # [8] The clipped objective.
         surrogate = torch.min(advantage * ratio, advantage * ratio.clamp(1 - clip, 1 + clip))
-        # [9] The value's change is clipped as well.
         old, target = batch["state_value"], batch["value_target"]
-        clipped = old + (value - old).clamp(-clip, clip)
-        value_loss = 0.5 * torch.max((value - target) ** 2, (clipped - target) ** 2)
-        # [10] One loss of all three.
-        return {
+        value_loss = (value - target) ** 2
+        if self.config.clip_value:  # [9]
+            clipped = old + (value - old).clamp(-clip, clip)
+            value_loss = torch.max(value_loss, (clipped - target) ** 2)
+        return {  # [10] one loss of all three
             "policy": -surrogate.mean(),
-            "value": self.config.value_coef * value_loss.mean(),
+            "value": self.config.value_coef * 0.5 * value_loss.mean(),
             "entropy": -self.config.entropy_coef * distribution.entropy().mean(),
         }
-
-
-def mean_return(task: PPO, model: ActorCritic, *, optimal: bool) -> float:
-    """Mean return over 100 episodes in fresh environments, with seeds that were not trained on."""
-    episodes = gymtask.evaluate(task, model, num_episodes=100, optimal=optimal)
-    return statistics.fmean(episode.episode_return for episode in episodes)
 
 
 def main() -> None:
@@ -283,12 +264,14 @@ def main() -> None:
     model = task.get_model()
     trainer = gymtask.Trainer(arguments.trainer)
     state = trainer.train(task, model, resume=arguments.resume)
-    print(
-        f"stopped by {trainer.stopped_by} after {state.num_samples} steps, {state.elapsed_time:.0f} s"
-    )
-    greedy, sampled = (mean_return(task, model, optimal=optimal) for optimal in (True, False))
-    print(f"mean return over 100 episodes: {greedy:.1f} greedy, {sampled:.1f} sampled")
+    print(f"{state.num_samples} steps in {state.elapsed_time:.0f} s, until {trainer.stopped_by}")
     print(f"run directory: {trainer.run_dir}")
+    if trainer.stopped_by in ("SIGINT", "SIGTERM"):
+        return  # go on with --resume and the run directory
+    for optimal in (True, False):  # in fresh environments, with seeds that were not trained on
+        episodes = gymtask.evaluate(task, model, num_episodes=100, optimal=optimal)
+        mean = statistics.fmean(episode.episode_return for episode in episodes)
+        print(f"mean return over 100 episodes, {'greedy' if optimal else 'sampled'}: {mean:.1f}")
     if arguments.clip and trainer.run_dir is not None:
         path = trainer.run_dir / "clips" / "final.mp4"
         task.sample_clip(save_path=path, model=model)

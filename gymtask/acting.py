@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from gymtask.task import ReinforcementLearningTask
 
 
+_NOT_RETURNED = RESERVED_KEYS - {"next"}
+
+
 @dataclass(frozen=True)
 class Column:
     """What is kept for one key: its shape and dtype without the axis of rows."""
@@ -177,38 +180,38 @@ class Actor:
                 f"`get_actions` must return a TensorDict of batch size [{n}], got"
                 f" {list(returned.batch_size)}"
             )
-        top = self._added_keys(returned, states)
-        if "action" not in top:
+        content = self._added(returned, states)
+        if "action" not in content:
             raise ActionError(
-                f'`get_actions` must return an "action", got only the keys {sorted(map(str, top))}'
+                f'`get_actions` must return an "action", got only the keys {sorted(content)}'
             )
-        actions = self.codec.encode(returned.get("action"), n)
-        carries = self._read_carries(returned.get("next") if "next" in top else None, n)
+        actions = self.codec.encode(content.pop("action"), n)
+        carries = self._read_carries(content.pop("next", None), n)
         extras: dict[Key, Array] = {}
-        for name in top:
-            if name not in ("action", "next"):
-                _flatten_into(extras, (name,), returned.get(name), n)
-        if (
-            returned is states
-        ):  # a TensorDictModule writes into its input, which the next call uses again
-            for name in top:
-                del states[name]
+        for name, value in content.items():
+            _flatten_into(extras, (name,), value, n)
         return Answer(actions, extras, carries)
 
-    def _added_keys(self, returned: TensorDictBase, states: TensorDictBase) -> list[str]:
-        keys = [str(key) for key in list(returned.keys())]
+    def _added(self, returned: TensorDictBase, states: TensorDictBase) -> dict[str, Any]:
+        """What `returned` holds beside the states that were handed out, by its first key."""
+        content: dict[str, Any] = dict(returned.items())
         if returned is states:
+            # A TensorDictModule writes into its input, which the next call uses again.
             known = {"observation", *STATE_KEYS, *(column.key[0] for column in self.carry_columns)}
-            return [key for key in keys if key not in known]
-        reserved = [key for key in keys if key in RESERVED_KEYS and key != "next"]
-        if reserved:
+            content = {name: value for name, value in content.items() if name not in known}
+            for name in content:
+                del states[name]
+        elif not _NOT_RETURNED.isdisjoint(content):
             raise HookError(
-                f"`get_actions` must not return the reserved keys {reserved}; return `states`"
-                " itself with keys added, or a TensorDict with the new keys alone"
+                f"`get_actions` must not return the reserved keys"
+                f" {sorted(_NOT_RETURNED & content.keys())}; return `states` itself with keys"
+                " added, or a TensorDict with the new keys alone"
             )
-        return keys
+        return content
 
     def _read_carries(self, following: Any, n: int) -> dict[Key, Array]:
+        if following is None and not self.carry_columns:
+            return {}
         found: dict[Key, Array] = {}
         if following is not None:
             _flatten_into(found, (), following, n)
@@ -230,8 +233,8 @@ class Actor:
 
 def _flatten_into(found: dict[Key, Array], key: Key, value: Any, n: int) -> None:
     if isinstance(value, TensorDictBase):
-        for name in list(value.keys()):
-            _flatten_into(found, (*key, str(name)), value.get(name), n)
+        for name, part in value.items():
+            _flatten_into(found, (*key, name), part, n)
         return
     if not isinstance(value, Tensor) or value.shape[:1] != (n,):
         shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__

@@ -164,10 +164,14 @@ class Collection:
         except CollectionInterrupted:
             return  # a step takes long: the next call takes it first
 
+    def accept(self) -> None:
+        """Takes the piece that `pieces` has just given; it would be the next call's otherwise."""
+        self.rollout.done_pieces.popleft()
+
     def pieces(self) -> Iterator[Piece]:
         """Yields pieces as they become whole.
 
-        One that is not asked beyond stays with the rollout.
+        One that is not accepted stays with the rollout.
         """
         bar = tqdm(
             total=self._options.total_samples,
@@ -191,9 +195,9 @@ class Collection:
                 piece = ready[0]
                 if piece.length < self._options.min_trajectory_length:
                     self.num_dropped += piece.length
+                    ready.popleft()
                 else:
                     yield piece
-                ready.popleft()
         finally:
             bar.close()
             self.rollout.in_use = False
@@ -225,7 +229,8 @@ def rollout_of(pool: WorkerPool) -> Rollout:
         )
     if rollout.in_use:
         raise PoolStateError(
-            "cannot collect, as another collection is running on the pool; close its generator first"
+            "cannot collect, as another collection is running on the pool; close its generator"
+            " first"
         )
     return rollout
 
@@ -283,6 +288,6 @@ def run_episodes(
     collection = Collection(task, model, pool, options, EpisodeShares(shares))
     with eval_mode(model):
         for _ in collection.pieces():
-            pass
+            collection.accept()
     episodes, collection.rollout.episodes = collection.rollout.episodes, []
     return sorted(episodes, key=lambda episode: (episode.env_id, episode.trajectory_id))

@@ -201,6 +201,7 @@ class RecipePickler(cloudpickle.Pickler):  # type: ignore[misc]
         self._name = name
 
     def reducer_override(self, obj: Any) -> Any:
+        """Looks at every object on its way into the pickle."""
         # torch is not imported here (workers must not need it), so its classes are known by their
         # names.
         for cls in type(obj).__mro__:

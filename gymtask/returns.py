@@ -172,7 +172,7 @@ def _stops(terminated: Array, truncated: Array, end: Array | None) -> Array:
 
 
 def _one_step(reward: Array, next_value: Array | None, skipped: Array, gamma: float) -> Array:
-    """Adds gamma * next_value to the reward of all rows but the skipped: a new array, in float64.
+    """Adds gamma * next_value to the reward of all rows but the skipped, in float64.
 
     Masks by selection and not by a product, since 0 * NaN is NaN.
     """
@@ -180,7 +180,7 @@ def _one_step(reward: Array, next_value: Array | None, skipped: Array, gamma: fl
         _refuse_nan(next_value, skipped)
     if isinstance(reward, Tensor):
         # Apple's GPUs have no float64.
-        wide = reward.to(torch.float32 if reward.device.type == "mps" else torch.float64, copy=True)
+        wide = reward.to(torch.float32 if reward.device.type == "mps" else torch.float64)
         if next_value is None:
             return wide
         return torch.where(skipped, wide, wide.add(next_value, alpha=gamma))

@@ -20,6 +20,7 @@ from gymtask.workers.layout import Array
 from gymtask.workers.pool import WorkerPool
 
 FIRST_CAPACITY = 64
+_ALL = slice(None)
 
 _FLAGS = {
     ("next", "reward"): np.float32,
@@ -112,33 +113,42 @@ class Rollout:
                 new[:, : old.shape[1]] = old
                 tables[key] = new
 
+    def _places(self, env_ids: Array) -> Array:
+        """Where the open rows lie in a table seen as [N · capacity, ...]."""
+        # The rows of environment i begin at i · capacity, and length[i] of them are complete.
+        places: Array = env_ids * self._capacity + self.length[self._rows_of(env_ids)]
+        return places
+
+    def _rows_of(self, env_ids: Array) -> Any:
+        """An index for `env_ids` into arrays [N, ...]: a slice, which copies nothing, for all."""
+        return _ALL if env_ids is self._pool.all_ids else env_ids
+
     # ---- rows ------------------------------------------------------------------------------------
 
     def write_states(self, env_ids: Array, actor: Actor) -> None:
         """Copies where `env_ids` stand into the first n rows of the actor's arrays."""
         n = len(env_ids)
-        # Where the rows lie in a table seen as [N · capacity, ...]: environment i's begin at i ·
-        # capacity.
-        places = env_ids * self._capacity + self.length[env_ids]
+        places = self._places(env_ids)
         arrays = actor.arrays
         for key, table in self._states.items():
             np.take(_flat(table), places, axis=0, out=arrays[key][:n], mode="clip")
         pool = self._pool
-        step = self.step[env_ids]
+        rows = self._rows_of(env_ids)
+        step = self.step[rows]
         arrays[("step",)][:n] = step
         arrays[("is_init",)][:n] = step == 0
         arrays[("env_id",)][:n] = env_ids
-        arrays[("run_step",)][:n] = pool.run_step[env_ids]
-        arrays[("trajectory_id",)][:n] = env_ids + pool.num_envs * pool.episode[env_ids]
+        arrays[("run_step",)][:n] = pool.run_step[rows]
+        arrays[("trajectory_id",)][:n] = env_ids + pool.num_envs * pool.episode[rows]
 
     def add_answer(self, env_ids: Array, answer: Answer) -> None:
         """Stores what the policy chose for `env_ids`.
 
         Their rows are complete once their steps arrive.
         """
-        if int(self.length[env_ids].max()) + 2 > self._capacity:
+        if int(self.length.max()) + 2 > self._capacity:
             self._grow()
-        places = env_ids * self._capacity + self.length[env_ids]
+        places = self._places(env_ids)
         for key, rows in zip(self._action_keys, answer.actions, strict=True):
             _flat(self._rows[key])[places] = rows
         if answer.extras.keys() != self._known_rows:
@@ -174,23 +184,20 @@ class Rollout:
             The environments whose episode ended; each has left a piece and begun its next episode.
         """
         slots, pool = self._pool.slots, self._pool
-        places = env_ids * self._capacity + self.length[env_ids]
-        reward, terminated, truncated = (
-            slots.reward[env_ids],
-            slots.terminated[env_ids],
-            slots.truncated[env_ids],
-        )
+        places, rows = self._places(env_ids), self._rows_of(env_ids)
+        reward, terminated = slots.reward[rows], slots.terminated[rows]
+        truncated = slots.truncated[rows]
         _flat(self._rows[("next", "reward")])[places] = reward
         _flat(self._rows[("next", "terminated")])[places] = terminated
         _flat(self._rows[("next", "truncated")])[places] = truncated
         for key, leaf in zip(self._observation_keys, slots.observation, strict=True):
             # Right for those whose episode goes on; the others' is the next episode's first, and is
             # put right below.
-            _flat(self._states[key])[places + 1] = leaf[env_ids]
-        self.length[env_ids] += 1
-        self.step[env_ids] += 1
-        self.returns[env_ids] += reward
-        pool.run_step[env_ids] += 1
+            _flat(self._states[key])[places + 1] = leaf[rows]
+        self.length[rows] += 1
+        self.step[rows] += 1
+        self.returns[rows] += reward
+        pool.run_step[rows] += 1
         if self._info_keys:
             for index in env_ids:
                 self._infos[index].append(slots.infos[index])

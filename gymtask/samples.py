@@ -50,6 +50,7 @@ def _iterate(
                 trajectory,
                 task.postprocess_trajectory(_owned(trajectory)),
             )
+        collection.accept()
         yield _owned(trajectory)
 
 
@@ -65,7 +66,9 @@ def collect_samples(
     pieces: list[Piece] = []
     try:
         with eval_mode(model):  # once for all pieces, not for each again
-            pieces.extend(collection.pieces())
+            for piece in collection.pieces():
+                collection.accept()
+                pieces.append(piece)
         pieces.sort(key=lambda piece: (piece.env_id, piece.first_run_step))
         trajectories = _postprocess(task, model, pieces, pool)
     except BaseException:

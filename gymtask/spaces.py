@@ -56,7 +56,10 @@ def to_numpy(tensor: Tensor) -> Array:
 
     Floats that numpy lacks, such as bfloat16, as float32.
     """
-    tensor = tensor.detach().cpu()
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    if not tensor.is_cpu:
+        tensor = tensor.cpu()
     if tensor.is_floating_point() and tensor.dtype not in _NUMPY_FLOATS:
         tensor = tensor.float()
     array: Array = tensor.numpy()
@@ -157,6 +160,7 @@ class _Rule:
         offset: What is added on the way to the environment.
         clip: Whether floats are clipped on the way to the environment.
         largest: Largest magnitude of a float that stays finite as a row, and for the environment.
+        is_index: Whether rows are indices from 0, as those of Discrete are.
     """
 
     leaf: Leaf
@@ -167,6 +171,7 @@ class _Rule:
     offset: int
     clip: bool
     largest: np.float32
+    is_index: bool
 
     @classmethod
     def of(cls, leaf: Leaf, *, clip: bool) -> _Rule:
@@ -178,10 +183,16 @@ class _Rule:
         # The clipped value is within the bounds, so only the row must stay finite.
         narrow = leaf.dtype == np.float16 and not clip
         largest = np.float32(np.finfo(np.float16 if narrow else np.float32).max)
-        return cls(leaf, stored, tensor_dtype, low, high, offset, clip, largest)
+        is_index = isinstance(leaf.space, spaces.Discrete)
+        return cls(leaf, stored, tensor_dtype, low, high, offset, clip, largest, is_index)
 
     def encode(self, value: Tensor, num_rows: int) -> Array:
         expected = (num_rows, *self.leaf.shape)
+        if self.is_index and value.dtype is torch.int64 and value.shape == expected:
+            given = to_numpy(value)
+            # Seen as unsigned, a negative index is huge: one comparison looks at both bounds.
+            if (given.view(np.uint64) <= self.high).all():
+                return given
         if value.shape != expected:
             if self.leaf.shape != () or value.shape != (num_rows, 1):
                 raise ActionError(

@@ -8,11 +8,11 @@ from typing import Any
 from torch import nn
 
 from gymtask.errors import ConfigurationError
-from gymtask.evaluation import evaluate
-from gymtask.run import Run
-from gymtask.stopping import StopRequests
 from gymtask.task import ReinforcementLearningTask, State
-from gymtask.trainer_config import SamplingConfig, TrainerConfig, validate_trainer
+from gymtask.training.config import SamplingConfig, TrainerConfig, validate_trainer
+from gymtask.training.evaluation import evaluate
+from gymtask.training.run import Run
+from gymtask.training.stopping import StopRequests
 
 __all__ = ["SamplingConfig", "Trainer", "TrainerConfig", "evaluate"]
 

@@ -36,12 +36,6 @@ def check_workers(workers: Sequence[BaseEnvironmentWorker], modes: Sequence[str]
             f"`mode` must be one of {', '.join(map(repr, modes))} and the same for all workers,"
             f" got {kinds}"
         )
-    seeds = {worker.seed for worker in workers}
-    if len(seeds) != 1:
-        raise ConfigurationError(
-            "`seed` must be the same for all workers, as environment i gets seed + i, got"
-            f" {[worker.seed for worker in workers]}"
-        )
 
 
 def checked_ids(env_ids: Any, num_envs: int) -> Array:

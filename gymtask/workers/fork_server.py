@@ -49,7 +49,8 @@ def main(control: int, parent: int) -> NoReturn:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # collections in the children do not touch, and so copy, what is shared with them
-    _Server(socket.socket(fileno=control), parent).run()
+    server = _Server(socket.socket(fileno=control), parent)
+    server.run()
     os._exit(0)
 
 
@@ -97,11 +98,16 @@ class _Server:
             return False
         data, status, *rest = descriptors
         server = os.getpid()
-        pid = os.fork()
-        if pid == 0:
-            self._become_worker(server, data, status, rest)
-        self._status[pid] = status
-        _tell(status, pid)
+        try:
+            pid = os.fork()
+        except OSError:  # no more processes: that nobody answers tells the parent
+            traceback.print_exc()
+            os.close(status)
+        else:
+            if pid == 0:
+                self._become_worker(server, data, status, rest)
+            self._status[pid] = status
+            _tell(status, pid)
         for descriptor in (data, *rest):
             os.close(descriptor)
         return True
@@ -125,7 +131,7 @@ class _Server:
                 os.close(descriptor)
             standard: Any = forkserver._forkserver
             standard._inherited_fds = rest  # where the standard library looks them up
-            run: Any = spawn._main  # type: ignore[attr-defined]
+            run: Any = spawn._main
             code = run(data, os.dup(data))
         except Exception:
             traceback.print_exc()
@@ -148,6 +154,7 @@ class _Server:
                 _kill_group(found.si_pid)
             _, code = os.waitpid(found.si_pid, 0)
             if status is not None:
+                _wait_for_group(found.si_pid)
                 _tell(status, os.waitstatus_to_exitcode(code))
                 os.close(status)
 
@@ -187,8 +194,20 @@ def _kill_group(pid: int) -> None:
             kill(pid, signal.SIGKILL)
 
 
+def _wait_for_group(group: int) -> None:
+    """Waits until the killed members of a group are gone; as orphans they are children of ours."""
+    deadline = time.monotonic() + PATIENCE / 2
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        while time.monotonic() < deadline:
+            os.killpg(group, 0)
+            with contextlib.suppress(ChildProcessError):
+                while os.waitpid(-group, os.WNOHANG)[0]:
+                    pass
+            time.sleep(0.0005)
+
+
 def _tell(descriptor: int, number: int) -> None:
-    write: Any = forkserver.write_signed  # type: ignore[attr-defined]
+    write: Any = forkserver.write_signed
     with contextlib.suppress(BrokenPipeError):  # the parent does not want to know any more
         write(descriptor, number)
 

@@ -20,11 +20,10 @@ from typing import Any
 from gymtask.errors import WorkerDiedError
 from gymtask.workers.fork_server import PATIENCE
 
-# One compute thread for each worker, unless the user's environment variables say otherwise. They
-# must be set before numpy loads its linear algebra library, so the server is started with them.
-ONE_THREAD = dict.fromkeys(
-    ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS"), "1"
-)
+# One compute thread for each worker, unless the user's environment variables say otherwise; that is
+# what OpenBLAS and MKL go by too, where theirs is not set. It must be set before numpy loads its
+# linear algebra library, so the server is started with it.
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
 class ForkServer:
@@ -64,7 +63,9 @@ class ForkServer:
         except OSError as error:
             os.close(status)
             os.close(ours)
-            raise WorkerDiedError(f"the fork server ended while a worker was started: {error}") from error
+            raise WorkerDiedError(
+                f"the fork server ended while a worker was started: {error}"
+            ) from error
         finally:
             os.close(data)
             os.close(theirs)
@@ -112,6 +113,11 @@ class ForkServer:
         if self._control is not None and self._process is not None:
             self._control.close()
             self._process.returncode = 0  # it is no child of this process, to be waited for
+        # Nor are the workers, which the standard library would end when this process exits.
+        children: set[process.BaseProcess] = getattr(process, "_children", set())
+        for child in list(children):
+            if isinstance(child, WorkerProcess):
+                children.discard(child)
         self._control = self._process = None
         self._holders = 0
         # Reentrant: a pool that is collected as garbage releases the server, at any moment.
@@ -178,6 +184,8 @@ def _close_all(*descriptors: int) -> None:
 
 class WorkerProcess(process.BaseProcess):
     """A process that is forked by the server above."""
+
+    _start_method = None  # what its own children are started with: whatever is the default
 
     def __init__(
         self, target: Callable[..., None], args: tuple[Any, ...], name: str, daemon: bool

@@ -35,7 +35,7 @@ from gymtask.workers.arguments import (
 )
 from gymtask.workers.layout import Array, Space
 from gymtask.workers.slots import Slots
-from gymtask.workers.worker import BaseEnvironmentWorker, Steps
+from gymtask.workers.worker import BaseEnvironmentWorker, Steps, spaces_of, take_rows
 
 WAIT_SLICE = 0.2  # seconds between two looks at `interrupt` while nothing is ready
 
@@ -55,7 +55,7 @@ class WorkerPool(ABC):
         num_envs: N.
         observation_space: The space of one environment.
         action_space: The space of one environment.
-        seed: Environment i is first reset with `seed + i`.
+        seed: Seed of the first worker; environment i is first reset with its worker's seed + i.
         run_step: int64 [N], steps of each environment in the run.
         episode: int64 [N], episodes that each environment began before its present one; -1 before
             the first.
@@ -100,8 +100,8 @@ class WorkerPool(ABC):
     def from_workers(workers: Sequence[BaseEnvironmentWorker]) -> WorkerPool:
         """Starts workers.
 
-        Their env_ids must be 0 … N−1 in order, and their modes, seeds and spaces the same. Whatever
-        keeps the first environment from being made raises here, once, before any worker starts.
+        Their env_ids must be 0 … N−1 in order, and their modes and spaces the same. Whatever keeps
+        the first environment from being made raises here, once, before any worker starts.
 
         Raises:
             ConfigurationError: The workers do not fit together.
@@ -113,14 +113,7 @@ class WorkerPool(ABC):
 
         modes: dict[str, Any] = {"sync": SyncPool, "thread": ThreadPool, "process": ProcessPool}
         check_workers(workers, list(modes))
-        try:
-            env = workers[0].maker()
-            observation_space, action_space = env.observation_space, env.action_space
-            env.close()
-        except Exception as error:
-            error.add_note("raised by environment 0, which was made to learn its spaces")
-            raise
-        pool: WorkerPool = modes[workers[0].mode](workers, observation_space, action_space)
+        pool: WorkerPool = modes[workers[0].mode](workers, *spaces_of(workers[0].maker))
         return pool
 
     # ---- what a user calls -----------------------------------------------------------------------
@@ -129,8 +122,8 @@ class WorkerPool(ABC):
         """Starts a new episode in all environments and waits for them.
 
         Args:
-            seed: Environment i is reset with `seed + i`. None: with the pool's own seed the first
-                time, and with no seed afterwards, so that its random stream goes on.
+            seed: Environment i is reset with `seed + i`. None: with the seed of its worker the
+                first time, and with no seed afterwards, so that its random stream goes on.
 
         Raises:
             ConfigurationError: The seed is no integer, or negative.
@@ -143,13 +136,16 @@ class WorkerPool(ABC):
         elif self.was_reset:
             seeds = [None] * self.num_envs
         else:
-            seeds = list(self.reset_seeds or [self.seed + index for index in range(self.num_envs)])
+            seeds = list(
+                self.reset_seeds
+                or [worker.seed + index for worker in self.workers for index in worker.env_ids]
+            )
         self.memory = None
         self._on_all("reset", [(number,) for number in seeds])
         self.slots.infos[:] = [{} for _ in range(self.num_envs)]
         self.episode += 1
         self.was_reset = True
-        return self._steps(self.all_ids)
+        return take_rows(self.slots, self.all_ids)
 
     def send(self, actions: Any, env_ids: Sequence[int] | Array | None = None) -> None:
         """Sends actions to environments and returns at once.
@@ -199,7 +195,7 @@ class WorkerPool(ABC):
         self._require_open()
         check_limits(min_envs, max_envs, timeout)
         limit = self.num_envs if max_envs is None else max_envs
-        return self._steps(self.take(min_envs, limit, timeout))
+        return take_rows(self.slots, self.take(min_envs, limit, timeout))
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Calls a method of each environment, or reads an attribute, and gives N results.
@@ -217,9 +213,7 @@ class WorkerPool(ABC):
     def set_attr(self, name: str, values: Any) -> None:
         """Sets an attribute on the wrapper that has it, else on the innermost environment.
 
-        Args:
-            name: The attribute.
-            values: A list or tuple with one value for each environment, or one value for all.
+        `values` is a list or tuple with one value for each environment, or one value for all.
         """
         self._require_idle("set_attr")
         listed = list(values) if isinstance(values, (list, tuple)) else [values] * self.num_envs
@@ -273,9 +267,7 @@ class WorkerPool(ABC):
             PoolStateError: This pool was reset already.
         """
         if self.was_reset:
-            raise PoolStateError(
-                "cannot load counters after the first reset; load them into a new pool"
-            )
+            raise PoolStateError("cannot load counters after a reset; load them into a new pool")
         if len(state["run_step"]) != self.num_envs:
             raise ConfigurationError(
                 f"`state` must be of a pool with {self.num_envs} environments, got one with"
@@ -286,10 +278,10 @@ class WorkerPool(ABC):
         self.cursor = int(state["cursor"])
 
     # ---- the per-step path, which the collector calls --------------------------------------------
-
     def post(self, env_ids: Array) -> None:
         """Starts a step in `env_ids`, whose actions lie in the slots."""
-        self._require_open()
+        if self.closed:
+            self._require_open()
         self._pending[env_ids] = True
         self.num_pending += len(env_ids)
         self.num_posted += len(env_ids)
@@ -305,7 +297,8 @@ class WorkerPool(ABC):
             CollectionInterrupted: `interrupt` said so, and nobody finished for `WAIT_SLICE`
                 seconds. What is ready stays so.
         """
-        self._require_open()
+        if self.closed:
+            self._require_open()
         if not self.num_pending:
             raise NothingPendingError("cannot recv, as no action is pending; call send() first")
         want = min(min_envs, self.num_pending)
@@ -320,8 +313,8 @@ class WorkerPool(ABC):
                     break
             num_ready = len(self._ready)
             self._wait(patience)
-            idle = len(self._ready) == num_ready
-            if idle and self.interrupt is not None and self.interrupt():
+            news = len(self._ready) > num_ready
+            if not news and self.interrupt is not None and self.interrupt():
                 raise CollectionInterrupted("asked to stop while waiting for environments")
         return self._pop(max_envs)
 
@@ -345,10 +338,9 @@ class WorkerPool(ABC):
 
     @abstractmethod
     def _wait(self, timeout: float) -> None:
-        """Waits up to `timeout` seconds for a worker; adds rows of finished ones to `_ready`.
+        """Waits up to `timeout` seconds for a worker; adds rows of all finished ones to `_ready`.
 
-        Everybody who has finished by then is added, in the order in which they did as far as it is
-        known: that is what first come, first served rests on.
+        That the list is in the order in which they came is what first come, first served rests on.
         """
 
     @abstractmethod
@@ -365,14 +357,14 @@ class WorkerPool(ABC):
         self, error: BaseException, env_id: int, cause: BaseException | None = None
     ) -> NoReturn:
         """Closes the pool, so that the others stop, and raises what environment `env_id` raised."""
-        try:
-            self.close()
-        except Exception as other:
-            error.add_note(f"closing the pool then raised {type(other).__name__}: {other}")
         if env_id >= 0:
             error.add_note(
                 f"raised by environment {env_id} of {self.num_envs}, in {self.workers[0].mode} mode"
             )
+        try:
+            self.close()
+        except Exception as other:
+            error.add_note(f"closing the pool then raised {type(other).__name__}: {other}")
         if cause is None:
             raise error  # with the cause that it has
         raise error from cause
@@ -391,21 +383,6 @@ class WorkerPool(ABC):
         if self.interrupt is not None and self.interrupt():
             self.close()
             raise CollectionInterrupted("asked to stop while workers were busy; the pool is closed")
-
-    # ---- helpers ---------------------------------------------------------------------------------
-
-    def _steps(self, ids: Array) -> Steps:
-        slots = self.slots
-        terminated, truncated = slots.terminated[ids], slots.truncated[ids]
-        return Steps(
-            env_ids=ids.copy(),
-            observation=slots.nested_observation(ids),
-            reward=slots.reward[ids],
-            terminated=terminated,
-            truncated=truncated,
-            final_observation=slots.nested_observation(ids[terminated | truncated], final=True),
-            info=[dict(slots.infos[index]) for index in ids],
-        )
 
     def _require_open(self) -> None:
         if self.closed:

@@ -27,6 +27,10 @@ class SyncPool(WorkerPool):
         super().__init__(workers, Slots(observation_space, action_space, len(makers)))
         self._stepper = EnvironmentStepper(self.slots, makers)
         self._posted: list[int] = []
+        try:
+            self._stepper.make()
+        except BaseException as error:
+            self._fail(error, self._stepper.current)
 
     def _post(self, env_ids: Array) -> None:
         self._posted += env_ids.tolist()
@@ -39,7 +43,7 @@ class SyncPool(WorkerPool):
         try:
             for index in posted:
                 step(index)
-        except Exception as error:
+        except BaseException as error:  # Ctrl-C too: it leaves an environment within its step
             self._fail(error, self._stepper.current)
         self._ready += posted
 
@@ -48,7 +52,7 @@ class SyncPool(WorkerPool):
     ) -> list[Any]:
         try:
             return self._stepper.run(method, range(self.num_envs), args, kwargs or {})
-        except Exception as error:
+        except BaseException as error:
             self._fail(error, self._stepper.current)
 
     def _close(self, timeout: float) -> None:

@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
+from multiprocessing import util
 from queue import Empty, SimpleQueue
 from typing import Any, TypeAlias
 
@@ -36,30 +37,28 @@ class _WorkerThread(threading.Thread):
     ) -> None:
         super().__init__(name=f"gymtask-worker-{index}", daemon=True)
         self.index = index
-        self.worker = worker
+        self.env_ids = worker.env_ids
         self.jobs: SimpleQueue[Job | None] = SimpleQueue()
-        self._slots = slots
+        self._stepper = EnvironmentStepper(slots, dict.fromkeys(worker.env_ids, worker.maker))
         self._results = results
+        self._stopping = False
 
     def run(self) -> None:
-        stepper: EnvironmentStepper | None = None
-        makers = dict.fromkeys(self.worker.env_ids, self.worker.maker)
+        self._answer(EnvironmentStepper.make)
+        while (job := self.jobs.get()) is not None and not self._stopping:
+            self._answer(job)
+        self._answer(EnvironmentStepper.close)
 
-        def make(_: Any) -> None:
-            nonlocal stepper
-            stepper = EnvironmentStepper(self._slots, makers)
+    def stop(self) -> None:
+        """Asks it to close its environments and end, after the job that it is at."""
+        self._stopping = True
+        self.jobs.put(None)
 
-        self._answer(make, None)
-        while (job := self.jobs.get()) is not None and stepper is not None:
-            self._answer(job, stepper)
-        if stepper is not None:
-            self._answer(EnvironmentStepper.close, stepper)
-
-    def _answer(self, job: Callable[[Any], Any], stepper: EnvironmentStepper | None) -> None:
+    def _answer(self, job: Job) -> None:
         try:
-            answer = job(stepper)
+            answer = job(self._stepper)
         except BaseException as error:  # every kind goes to the thread that waits for the answer
-            answer = _Failure(error, -1 if stepper is None else stepper.current)
+            answer = _Failure(error, self._stepper.current)
         self._results.put((self.index, answer))
 
 
@@ -88,9 +87,15 @@ class ThreadPool(WorkerPool):
             _WorkerThread(index, worker, self.slots, self._results)
             for index, worker in enumerate(workers)
         ]
-        for thread in self._threads:
-            thread.start()
-        self._gather(len(self._threads))
+        # Threads do not refer to the pool: they are asked to end when it is collected as garbage.
+        self._finalizer = util.Finalize(self, _stop_all, (self._threads,))
+        try:
+            for thread in self._threads:
+                thread.start()
+            self._gather(len(self._threads))
+        except BaseException:
+            self.close()
+            raise
 
     def _post(self, env_ids: Array) -> None:
         for worker, ids in split_by_owner(env_ids, self._owner, len(self._threads)):
@@ -98,13 +103,18 @@ class ThreadPool(WorkerPool):
 
     def _wait(self, timeout: float) -> None:
         try:
-            self._accept(
+            result = (
                 self._results.get(timeout=timeout) if timeout > 0 else self._results.get_nowait()
             )
-            while True:
-                self._accept(self._results.get_nowait())
         except Empty:
             return
+        try:
+            self._accept(result)
+            while not self._results.empty():
+                self._accept(self._results.get_nowait())
+        except KeyboardInterrupt:  # a result may be lost, for which somebody would wait for ever
+            self.close()
+            raise
 
     def _accept(self, result: tuple[int, Any]) -> None:
         _, answer = result
@@ -116,43 +126,40 @@ class ThreadPool(WorkerPool):
         self, method: str, args: Sequence[tuple[Any, ...]], kwargs: dict[str, Any] | None = None
     ) -> list[Any]:
         for thread in self._threads:
-            env_ids = thread.worker.env_ids
             thread.jobs.put(
-                partial(_run_on, method=method, env_ids=env_ids, args=args, kwargs=kwargs or {})
+                partial(
+                    EnvironmentStepper.run,
+                    method=method,
+                    env_ids=thread.env_ids,
+                    args=args,
+                    kwargs=kwargs or {},
+                )
             )
         answers = self._gather(len(self._threads))
         return [result for worker in range(len(self._threads)) for result in answers[worker]]
 
     def _gather(self, count: int) -> dict[int, Any]:
-        """Waits for one answer of each worker.
-
-        All are read before a failure is raised, so that none is left over.
-        """
+        """Waits for one answer of each worker; the first failure to arrive is raised at once."""
         answers: dict[int, Any] = {}
         while len(answers) < count:
             try:
                 worker, answer = self._results.get(timeout=WAIT_SLICE)
-                answers[worker] = answer
             except Empty:
                 self._check_interrupt()
-        for answer in answers.values():
+                continue
             if isinstance(answer, _Failure):
                 self._fail(answer.error, answer.env_id)
+            answers[worker] = answer
         return answers
 
     def _close(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout
-        for thread in self._threads:
-            thread.jobs.put(None)
-        for thread in self._threads:
+        self._finalizer()
+        started = [thread for thread in self._threads if thread.ident is not None]
+        for thread in started:
             if thread is not threading.current_thread():
                 thread.join(max(0.0, deadline - time.monotonic()))
-        while not self._results.empty():
-            _, answer = self._results.get()
-            if isinstance(answer, _Failure):
-                answer.error.add_note("raised while the pool was closing")
-                raise answer.error
-        stuck = [thread.worker.env_ids for thread in self._threads if thread.is_alive()]
+        stuck = [thread.env_ids for thread in started if thread.is_alive()]
         if stuck:
             warnings.warn(
                 f"{len(stuck)} worker threads did not finish within {timeout} s and were abandoned,"
@@ -160,6 +167,11 @@ class ThreadPool(WorkerPool):
                 ResourceWarning,
                 stacklevel=3,
             )
+        while not self._results.empty():
+            _, answer = self._results.get()
+            if isinstance(answer, _Failure):
+                answer.error.add_note("raised while the pool was closing")
+                raise answer.error
 
 
 def _step_all(stepper: EnvironmentStepper, env_ids: list[int]) -> list[int]:
@@ -168,5 +180,6 @@ def _step_all(stepper: EnvironmentStepper, env_ids: list[int]) -> list[int]:
     return env_ids
 
 
-def _run_on(stepper: EnvironmentStepper, **arguments: Any) -> list[Any]:
-    return stepper.run(**arguments)
+def _stop_all(threads: list[_WorkerThread]) -> None:
+    for thread in threads:
+        thread.stop()

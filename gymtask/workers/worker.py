@@ -9,7 +9,8 @@ import numpy as np
 
 from gymtask.config import EnvironmentConfig
 from gymtask.maker import EnvironmentMaker
-from gymtask.workers.layout import Array
+from gymtask.workers.layout import Array, Space
+from gymtask.workers.slots import Slots
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class BaseEnvironmentWorker:
         maker: Makes each of its environments.
         env_ids: Their indices in the pool.
         seed: Environment i is first reset with `seed + i`.
-        mode: "sync", "thread" or "process"; the same for all workers of a pool, as the seed is.
+        mode: "sync", "thread" or "process"; the same for all workers of a pool.
         cleanup_time: Seconds it gets to close its environments before it is killed.
         daemon: Whether a worker process is daemonic.
     """
@@ -62,6 +63,36 @@ class Steps:
         """Whether the row is the last of its episode, bool [n]."""
         ended: Array = self.terminated | self.truncated
         return ended
+
+
+def spaces_of(maker: EnvironmentMaker) -> tuple[Space, Space]:
+    """The observation space and the action space of an environment, which is made to look at it.
+
+    Raises:
+        Exception: What making it, or closing it, raised.
+    """
+    try:
+        env = maker()
+        spaces = env.observation_space, env.action_space
+        env.close()
+    except Exception as error:
+        error.add_note("raised by environment 0, which was made to learn its spaces")
+        raise
+    return spaces
+
+
+def take_rows(slots: Slots, env_ids: Array) -> Steps:
+    """The rows of these environments, copied out of the slots."""
+    terminated, truncated = slots.terminated[env_ids], slots.truncated[env_ids]
+    return Steps(
+        env_ids=env_ids.copy(),
+        observation=slots.nested_observation(env_ids),
+        reward=slots.reward[env_ids],
+        terminated=terminated,
+        truncated=truncated,
+        final_observation=slots.nested_observation(env_ids[terminated | truncated], final=True),
+        info=[dict(slots.infos[index]) for index in env_ids],
+    )
 
 
 def make_workers(

@@ -4,6 +4,8 @@ The loop is `plain_rows`: `gymnasium.make`, one reset with a seed, and nothing o
 are drawn beforehand, one for each environment and each of its steps.
 """
 
+from __future__ import annotations
+
 import importlib
 import warnings
 from collections.abc import Iterator
@@ -17,6 +19,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 import gymtask
+from tests.tasks import make_task
 
 NUM_ENVS = 5
 TOTALS = (200, 203, 204)  # rows of three collections, one after another
@@ -37,29 +40,22 @@ TIME_LIMITS = {
 Rows = dict[str, Any]
 
 
-class FixedActions(gymtask.ReinforcementLearningTask):
-    """Takes action number `run_step` of environment `env_id` from a table [N, MAX_ROWS, *shape]."""
+def fixed_actions_task(
+    environment: gymtask.Environment, table: Tensor, mode: str, num_workers: int
+) -> gymtask.ReinforcementLearningTask:
+    """Takes action number `run_step` of environment `env_id` from a table [N, ..., *shape]."""
 
-    def __init__(
-        self, config: gymtask.ReinforcementLearningTaskConfig, env_id: str, table: Tensor
-    ) -> None:
-        super().__init__(config)
-        self.env_id = env_id
-        self.table = table
+    def act(self: Any, model: Any, states: TensorDict, optimal: bool) -> Tensor:
+        return table[states["env_id"], states["run_step"]]
 
-    def get_environment(self) -> gymtask.Environment:
-        return gymtask.Environment(self.env_id, max_episode_steps=TIME_LIMITS[self.env_id])
-
-    def get_actions(self, model: Any, states: TensorDict, optimal: bool) -> Tensor:
-        return self.table[states["env_id"], states["run_step"]]
-
-    def run_model(self, model: Any, batch: TensorDict, state: gymtask.State) -> Any:
-        raise NotImplementedError
-
-    def compute_loss(
-        self, model: Any, batch: TensorDict, state: gymtask.State, output: Any
-    ) -> Tensor:
-        raise NotImplementedError
+    return make_task(
+        num_envs=len(table),
+        workers=num_workers,
+        mode=mode,
+        config={"env_seed": SEED},
+        get_environment=lambda self: environment,
+        get_actions=act,
+    )
 
 
 def make_gym(env_id: str) -> gym.Env[Any, Any]:
@@ -172,7 +168,6 @@ def split_at_ends(rows: list[Rows]) -> list[list[Rows]]:
 
 
 @pytest.mark.parametrize("num_workers", [1, 2, 5])
-@pytest.mark.parametrize("mode", ["sync", "thread", "process"])
 def test_collections_one_after_another_are_the_rows_of_a_plain_loop(
     env_id: str,
     mode: str,
@@ -180,15 +175,8 @@ def test_collections_one_after_another_are_the_rows_of_a_plain_loop(
     actions: np.ndarray[Any, Any],
     oracle: list[list[Rows]],
 ) -> None:
-    environment = gymtask.EnvironmentConfig(
-        num_env_workers=num_workers, num_envs=NUM_ENVS, env_worker_mode=mode, env_seed=SEED
-    )
-    config = gymtask.ReinforcementLearningTaskConfig(
-        name="bits",
-        environment=environment,
-        dataset=gymtask.DatasetConfig(num_update_steps=1),
-    )
-    task = FixedActions(config, env_id, torch.from_numpy(actions))
+    environment = gymtask.Environment(env_id, max_episode_steps=TIME_LIMITS[env_id])
+    task = fixed_actions_task(environment, torch.from_numpy(actions), mode, num_workers)
     given = [0] * NUM_ENVS
     # Each batch limit comes first once: which one a collection has must not matter.
     limits = {1: (1, 2, None), 2: (2, None, 1), 5: (None, 1, 2)}[num_workers]
@@ -218,37 +206,30 @@ def test_the_plain_loop_saw_episodes_end(env_id: str, oracle: list[list[Rows]]) 
         assert truncated > 0
 
 
-class RandTask(FixedActions):
-    """Shows the next number of the environment's own stream; an episode has 2 steps."""
+def rand_environment() -> gymtask.Environment:
+    """Shows the next number of its own random stream; an episode has 2 steps."""
 
-    def get_environment(self) -> gymtask.Environment:
-        # Defined in here it travels to a worker by value, which then need not import this module.
-        class Rand(gym.Env[Any, Any]):
-            observation_space = gym.spaces.Box(0, 1, (), np.float64)
-            action_space = gym.spaces.Discrete(2)
+    # Defined in here it travels to a worker by value, which then need not import this module.
+    class Rand(gym.Env[Any, Any]):
+        observation_space = gym.spaces.Box(0, 1, (), np.float64)
+        action_space = gym.spaces.Discrete(2)
 
-            def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, Any]:
-                super().reset(seed=seed)
-                self.steps = 0
-                return self.np_random.random(), {}
+        def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, Any]:
+            super().reset(seed=seed)
+            self.steps = 0
+            return self.np_random.random(), {}
 
-            def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-                self.steps += 1
-                return self.np_random.random(), 0.0, False, self.steps == 2, {}
+        def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+            self.steps += 1
+            return self.np_random.random(), 0.0, False, self.steps == 2, {}
 
-        return gymtask.Environment(Rand, keep_float64=True)
+    return gymtask.Environment(Rand, keep_float64=True)
 
 
-@pytest.mark.parametrize("mode", ["sync", "thread", "process"])
 def test_environments_are_seeded_apart_and_only_once(mode: str) -> None:
-    config = gymtask.ReinforcementLearningTaskConfig(
-        name="rand",
-        environment=gymtask.EnvironmentConfig(
-            num_env_workers=3, env_worker_mode=mode, env_seed=SEED
-        ),
-        dataset=gymtask.DatasetConfig(num_update_steps=1),
-    )
-    task = RandTask(config, "rand", torch.zeros(3, 8, dtype=torch.int64))
+    """O-07, O-16."""
+    table = torch.zeros(3, 8, dtype=torch.int64)
+    task = fixed_actions_task(rand_environment(), table, mode, 3)
     with task.get_worker_pool() as pool:
         samples = [task.collect_samples(None, pool, 9, use_tqdm=False) for _ in range(2)]
     flat = torch.cat([part.to_tensordict() for part in samples])

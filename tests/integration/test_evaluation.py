@@ -13,7 +13,14 @@ import pytest
 import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
-from training_tasks import (
+
+from gymtask.environment import Environment
+from gymtask.errors import ConfigurationError
+from gymtask.sampling import stream_seed
+from gymtask.trainer import evaluate
+from gymtask.training.checkpoint import rng_state
+from gymtask.workers.worker import BaseEnvironmentWorker
+from tests.integration.training_tasks import (
     CartPole,
     ScriptedTask,
     linear,
@@ -22,13 +29,6 @@ from training_tasks import (
     network,
     parameters,
 )
-
-from gymtask.checkpoint import rng_state
-from gymtask.environment import Environment
-from gymtask.errors import ConfigurationError
-from gymtask.sampling import stream_seed
-from gymtask.trainer import evaluate
-from gymtask.workers.worker import BaseEnvironmentWorker
 
 
 class Fixed(gym.Env[Any, Any]):
@@ -64,9 +64,7 @@ class FixedTask(ScriptedTask):
     def get_environment_workers(self, force_sync: bool = False) -> list[BaseEnvironmentWorker]:
         workers = super().get_environment_workers(force_sync)
         return [
-            replace(
-                workers[0], env_ids=(index,), maker=Environment(Fixed, length=length).maker
-            )
+            replace(workers[0], env_ids=(index,), maker=Environment(Fixed, length=length).maker)
             for index, length in enumerate(self.lengths)
         ]
 
@@ -103,9 +101,7 @@ def test_no_more_environments_are_made_than_there_are_episodes(
         def get_environment(self) -> Environment:
             return Environment(Fixed)
 
-    episodes = evaluate(
-        Same(make_config()), linear(), num_episodes=num_episodes, num_envs=num_envs
-    )
+    episodes = evaluate(Same(make_config()), linear(), num_episodes=num_episodes, num_envs=num_envs)
     assert len(episodes) == num_episodes
     assert len([seed for seed in Fixed.seeds if seed is not None]) == used
 
@@ -185,9 +181,7 @@ def test_evaluating_during_training_does_not_change_it(tmp_path: Path) -> None:
 def test_filming_during_training_does_not_change_it(tmp_path: Path) -> None:
     def train(name: str, **fields: Any) -> list[float]:
         model = network()
-        make_trainer(tmp_path / name, **fields).train(
-            CartPole(make_config(max_epochs=2)), model
-        )
+        make_trainer(tmp_path / name, **fields).train(CartPole(make_config(max_epochs=2)), model)
         return parameters(model)
 
     assert train("with", clip_interval=1) == train("without")

@@ -1,24 +1,20 @@
-"""Training runs: limits, counters, hooks, files, signals."""
+"""Training runs: limits, counters, epochs, hooks."""
 
 from __future__ import annotations
 
-import os
-import random
-import re
-import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import yaml
 from tensordict import TensorDict
 from torch import Tensor, nn
-from training_tasks import (
+
+from gymtask.errors import ConfigurationError, HookError, WindowError
+from gymtask.task import State
+from gymtask.training.checkpoint import list_checkpoints, load_checkpoint
+from tests.integration.training_tasks import (
     CartPole,
     ScriptedTask,
     linear,
@@ -26,22 +22,10 @@ from training_tasks import (
     make_trainer,
     network,
     parameters,
+    run,
 )
 
-from gymtask.checkpoint import list_checkpoints, load_checkpoint
-from gymtask.errors import ConfigurationError, HookError, WindowError
-from gymtask.logs import read_rows
-from gymtask.task import State
-from gymtask.trainer import Trainer
-
 # ---- limits --------------------------------------------------------------------------------------
-
-
-def run(
-    tmp_path: Path, task: ScriptedTask, num_epoch_samples: int = 10, **fields: Any
-) -> tuple[State, Trainer]:
-    trainer = make_trainer(tmp_path / "run", num_epoch_samples, **fields)
-    return trainer.train(task, linear()), trainer
 
 
 def test_max_epochs_stops_after_so_many_epochs(tmp_path: Path) -> None:
@@ -90,12 +74,21 @@ def test_a_rest_that_turns_out_to_hold_no_window_is_not_trained_on(tmp_path: Pat
     assert trainer.stopped_by == "max_samples"
 
 
+@pytest.mark.parametrize("limits", [{"max_epochs": 1}, {"max_samples": 20}, {"max_samples": 18}])
 def test_episodes_too_short_for_a_window_are_an_error_that_names_both_lengths(
-    tmp_path: Path,
+    limits: dict[str, int], tmp_path: Path
 ) -> None:
-    task = ScriptedTask(make_config(window=5, max_epochs=1))
+    task = ScriptedTask(make_config(window=5, **limits))
     with pytest.raises(WindowError, match=r"a window of 5 rows .* the longest of \d+ has 4"):
         run(tmp_path, task, 20)
+
+
+def test_max_samples_too_small_for_a_window_is_refused_before_anything_starts(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(ConfigurationError, match=r"ask for 3 rows, .* of 4 samples from 2 .* 2$"):
+        run(tmp_path, ScriptedTask(make_config(window=3, max_samples=4)))
+    assert not (tmp_path / "run").exists()
 
 
 def test_max_seconds_stops_within_a_collection(tmp_path: Path) -> None:
@@ -266,7 +259,9 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_update(
 def test_training_is_repeatable_and_its_seed_matters(tmp_path: Path) -> None:
     def train(name: str, seed: int | None) -> list[float]:
         model = network()
-        make_trainer(tmp_path / name, 64, seed=seed).train(CartPole(make_config(max_epochs=2)), model)
+        make_trainer(tmp_path / name, 64, seed=seed).train(
+            CartPole(make_config(max_epochs=2)), model
+        )
         return parameters(model)
 
     assert train("a", None) == train("b", 1337)  # None is the environments' seed
@@ -296,275 +291,3 @@ def test_training_works_outside_the_main_thread(tmp_path: Path) -> None:
     thread.start()
     thread.join()
     assert results[0].num_epochs == 1
-
-
-# ---- files ---------------------------------------------------------------------------------------
-
-
-def test_a_run_leaves_config_metrics_events_curve_checkpoints_and_clips(tmp_path: Path) -> None:
-    task = ScriptedTask(make_config(max_epochs=2))
-    _, trainer = run(tmp_path, task, eval_interval=2, num_eval_episodes=3, clip_interval=2)
-    folder = tmp_path / "run"
-    assert trainer.run_dir == folder
-    names = {path.name for path in folder.iterdir()}
-    assert {"config.yaml", "metrics.csv", "learning_curve.png", "checkpoints", "clips"} <= names
-    assert len([name for name in names if name.startswith("events.out.tfevents")]) == 1
-    assert not [name for name in names if name.startswith(".tmp")]
-    assert [path.name for path in (folder / "clips").iterdir()] == ["epoch-000002.mp4"]
-    assert [path.name for path in list_checkpoints(folder)] == [
-        "epoch-000001-samples-000000010",
-        "epoch-000002-samples-000000020",
-    ]
-    config = yaml.safe_load((folder / "config.yaml").read_text())
-    assert config["task"]["dataset"]["num_update_steps"] == 3
-    assert config["trainer"]["sampling"]["num_epoch_samples"] == 10
-    first, second = read_rows(folder / "metrics.csv")
-    assert (first["num_epochs"], second["num_epochs"]) == (1, 2)
-    assert first["episode/count"] == 2  # 5 rows from each of 2 environments with episodes of 4
-    assert first["episode/return_mean"] == 1 + 2 + 3 + 4
-    assert "eval/count" not in first
-    assert second["eval/count"] == 3
-    assert second["eval/return_mean"] == 10.0
-    assert second["eval/length_max"] == 4
-    assert second["learning_rate"] == 1e-3
-    assert {"loss", "grad_norm", "samples_per_second", "seconds/eval"} <= second.keys()
-
-
-def test_intervals_count_epochs_and_the_end_is_always_logged_and_saved(tmp_path: Path) -> None:
-    task = ScriptedTask(make_config(max_epochs=5))
-    run(tmp_path, task, log_interval=2, checkpoint_interval=3)
-    rows = read_rows(tmp_path / "run" / "metrics.csv")
-    assert [row["num_epochs"] for row in rows] == [2, 4, 5]
-    # 5 rows an epoch and environment, episodes of 4 rows: 2, 5, 7, 10 and 12 episodes have ended.
-    assert [row["episode/count"] for row in rows] == [4, 6, 2]
-    epochs = [path.name[:12] for path in list_checkpoints(tmp_path / "run")]
-    assert epochs == ["epoch-000003", "epoch-000005"]
-
-
-def test_without_an_interval_no_checkpoint_is_written(tmp_path: Path) -> None:
-    run(tmp_path, ScriptedTask(make_config(max_epochs=2)), checkpoint_interval=None)
-    assert not (tmp_path / "run" / "checkpoints").exists()
-
-
-def test_a_run_directory_that_holds_a_run_is_not_used_for_a_new_one(tmp_path: Path) -> None:
-    run(tmp_path, ScriptedTask(make_config(max_epochs=1)))
-    before = (tmp_path / "run" / "metrics.csv").read_bytes()
-    with pytest.raises(ConfigurationError, match="`run_dir` must be without a run for a new one"):
-        run(tmp_path, ScriptedTask(make_config(max_epochs=1)))
-    assert (tmp_path / "run" / "metrics.csv").read_bytes() == before
-
-
-def test_a_checkpoint_is_read_by_a_process_that_imported_only_torch(tmp_path: Path) -> None:
-    task = CartPole(make_config(max_epochs=1))
-    make_trainer(tmp_path / "run", 32, eval_interval=1, num_eval_episodes=2).train(task, network())
-    (folder,) = list_checkpoints(tmp_path / "run")
-    code = (
-        "import sys, torch\n"
-        f"state = torch.load({str(folder / 'state.pt')!r})\n"
-        f"rank = torch.load({str(folder / 'rank-0.pt')!r})\n"
-        "assert 'gymtask' not in sys.modules\n"
-        "print(sorted(state), sorted(rank), state['state']['num_steps'], state['num_evaluations'])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    expected = [
-        "config",
-        "environment",
-        "format",
-        "model",
-        "name",
-        "num_clips",
-        "num_envs",
-        "num_evaluations",
-        "num_resumes",
-        "optimizers",
-        "recent_returns",
-        "schedulers",
-        "state",
-        "task",
-        "task_class",
-    ]
-    assert done.stdout.strip() == f"{expected} ['pool', 'rng'] 3 1"
-    state = load_checkpoint(folder)[0]
-    assert state["environment"]["id"] == "CartPole-v1"
-    assert '"CartPole-v1"' in state["environment"]["spec"]
-
-
-def test_what_cannot_be_saved_is_named(tmp_path: Path) -> None:
-    class Odd(nn.Linear):
-        def get_extra_state(self) -> Any:
-            return {"when": object()}
-
-        def set_extra_state(self, state: Any) -> None: ...
-
-    trainer = make_trainer(tmp_path / "run")
-    with pytest.raises(Exception, match=re.escape("`model._extra_state.when` must be made of")):
-        trainer.train(ScriptedTask(make_config(max_epochs=1)), Odd(3, 2))
-    assert list_checkpoints(tmp_path / "run") == []
-
-
-def test_the_bar_goes_to_stderr_and_leaves_a_clean_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run(tmp_path, ScriptedTask(make_config(max_epochs=2)))
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert "2/2" in err
-    assert "return 10" in err
-    assert err.endswith("\n")
-
-
-# ---- signals -------------------------------------------------------------------------------------
-
-
-class Signalled(ScriptedTask):
-    """Sends its own process a signal, once, at a chosen place."""
-
-    at: str = ""
-    signal: int = signal.SIGINT
-
-    def send(self, place: str) -> None:
-        if self.at == place:
-            self.at = ""
-            os.kill(os.getpid(), self.signal)
-
-    def get_actions(self, model: Any, states: TensorDict, optimal: bool) -> Tensor:
-        if self.state.num_epochs == 1 and int(states["run_step"].min()) == 7:
-            self.send("collect")
-        if self.state.phase == "eval":
-            self.send("eval")
-        return super().get_actions(model, states, optimal)
-
-    def on_update_end(self, model: Any, state: State) -> None:
-        if state.num_steps == 5:
-            self.send("train")
-
-
-def test_a_signal_in_an_epoch_stops_after_the_update_and_saves(tmp_path: Path) -> None:
-    task = Signalled(make_config(max_epochs=100))
-    task.at = "train"
-    handler = signal.getsignal(signal.SIGINT)
-    state, trainer = run(tmp_path, task)
-    assert signal.getsignal(signal.SIGINT) is handler
-    assert trainer.stopped_by == "SIGINT"
-    assert (state.num_steps, state.num_epochs, state.num_samples) == (5, 2, 20)
-    saved = load_checkpoint(list_checkpoints(tmp_path / "run")[-1])[0]["state"]
-    assert (saved["num_steps"], saved["num_samples"]) == (5, 20)
-    assert [row["num_epochs"] for row in read_rows(tmp_path / "run" / "metrics.csv")] == [1, 2]
-
-
-def test_a_signal_in_a_collection_stops_between_two_steps_and_counts_what_was_stepped(
-    tmp_path: Path,
-) -> None:
-    task = Signalled(make_config(max_epochs=100))
-    task.at, task.signal = "collect", signal.SIGTERM
-    state, trainer = run(tmp_path, task)
-    assert trainer.stopped_by == "SIGTERM"
-    # 5 steps each in the first epoch; the signal came before the 8th of both was taken.
-    assert (state.num_steps, state.num_epochs, state.num_samples) == (3, 1, 16)
-    folder = list_checkpoints(tmp_path / "run")[-1]
-    assert folder.name == "epoch-000001-samples-000000016"
-    saved, rank = load_checkpoint(folder)
-    assert saved["state"]["num_samples"] == 16
-    assert rank["pool"]["run_step"] == [8, 8]
-
-
-def test_a_signal_in_an_evaluation_ends_it(tmp_path: Path) -> None:
-    class Long(Signalled):
-        env_kwargs = {"lengths": 100_000}  # noqa: RUF012
-
-    task = Long(make_config(max_epochs=100))
-    task.at = "eval"
-    started = time.monotonic()
-    state, trainer = run(tmp_path, task, eval_interval=1)
-    assert time.monotonic() - started < 5
-    assert trainer.stopped_by == "SIGINT"
-    assert state.num_epochs == 1
-    (row,) = read_rows(tmp_path / "run" / "metrics.csv")
-    assert "eval/count" not in row
-
-
-def test_a_second_signal_interrupts_at_once(tmp_path: Path) -> None:
-    class Twice(Signalled):
-        def on_update_end(self, model: Any, state: State) -> None:
-            os.kill(os.getpid(), signal.SIGINT)
-            os.kill(os.getpid(), signal.SIGINT)
-
-    handler = signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt):
-        run(tmp_path, Twice(make_config(max_epochs=100)))
-    assert signal.getsignal(signal.SIGINT) is handler
-
-
-SCRIPT = """
-import sys
-sys.path.insert(0, {folder!r})
-from training_tasks import CartPole, make_config, make_trainer, network
-
-class Loud(CartPole):
-    def on_epoch_start(self, model, state):
-        if state.num_epochs == 1:
-            print("going", flush=True)
-
-trainer = make_trainer({run_dir!r}, 256, eval_interval=3)
-state = trainer.train(Loud(make_config(num_envs=4, workers=2, updates=20)), network())
-print(trainer.stopped_by, state.num_epochs, state.num_steps, state.num_samples)
-"""
-
-
-def children(pid: int) -> set[int]:
-    """All processes below a process."""
-    found: set[int] = set()
-    for listed in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in map(int, listed.read_text().split()):
-            found |= {child} | children(child)
-    return found
-
-
-def lives(pid: int) -> bool:
-    """Whether a process exists, and not only as an entry that nobody has read yet."""
-    try:
-        status = Path(f"/proc/{pid}/stat").read_text()
-    except FileNotFoundError:
-        return False
-    return status.rpartition(")")[2].split()[0] != "Z"
-
-
-@pytest.mark.parametrize("attempt", range(3))
-def test_ctrl_c_at_any_moment_ends_within_5_seconds_leaves_nothing_and_can_be_resumed(
-    attempt: int, tmp_path: Path
-) -> None:
-    run_dir = tmp_path / "run"
-    script = SCRIPT.format(folder=str(Path(__file__).parent), run_dir=str(run_dir))
-    process = subprocess.Popen(
-        [sys.executable, "-W", "error", "-c", script],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    with process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "going\n"
-        time.sleep(random.uniform(0.0, 1.0))
-        workers = children(process.pid)
-        assert workers
-        sent = time.monotonic()
-        process.send_signal(signal.SIGINT)
-        output, errors = process.communicate(timeout=30)
-        took = time.monotonic() - sent
-    assert process.returncode == 0, errors
-    assert "Traceback" not in errors
-    assert took < 5
-    reason, *counts = output.split()
-    assert reason == "SIGINT"
-    time.sleep(0.5)
-    assert not [pid for pid in workers if lives(pid)]
-    epochs, steps, samples = map(int, counts)
-    config = make_config(num_envs=4, updates=20, max_epochs=epochs + 2)
-    trainer = make_trainer(None, 256)
-    state = trainer.train(CartPole(config), network(1), resume=run_dir)
-    assert trainer.run_dir == run_dir
-    assert (state.num_steps, state.num_samples) == (steps + 40, samples + 512)
-    rows = read_rows(run_dir / "metrics.csv")
-    assert [row["num_epochs"] for row in rows] == list(range(1, epochs + 3))
-    assert torch.isfinite(torch.tensor([row["loss"] for row in rows])).all()

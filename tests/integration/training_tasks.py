@@ -121,3 +121,11 @@ def network(seed: int = 0) -> nn.Module:
 
 def parameters(module: nn.Module) -> list[float]:
     return [number for parameter in module.parameters() for number in parameter.flatten().tolist()]
+
+
+def run(
+    tmp_path: Path, task: ScriptedTask, num_epoch_samples: int = 10, **fields: Any
+) -> tuple[State, Trainer]:
+    """Trains a small model in tmp_path/run."""
+    trainer = make_trainer(tmp_path / "run", num_epoch_samples, **fields)
+    return trainer.train(task, linear()), trainer

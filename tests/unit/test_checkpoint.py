@@ -16,8 +16,9 @@ import pytest
 import torch
 from torch import nn
 
-from gymtask import checkpoint
-from gymtask.checkpoint import (
+from gymtask.errors import CheckpointError, ConfigurationError
+from gymtask.training import checkpoint
+from gymtask.training.checkpoint import (
     FOLDER,
     checkpoint_name,
     find_checkpoint,
@@ -32,8 +33,7 @@ from gymtask.checkpoint import (
     tidy,
     to_plain,
 )
-from gymtask.errors import CheckpointError, ConfigurationError
-from gymtask.run_dir import find_start, make_run_dir, run_dir_of
+from gymtask.training.run_dir import find_start, make_run_dir, run_dir_of
 
 
 class Colour(IntEnum):
@@ -133,9 +133,14 @@ def test_generators_are_preserved_through_an_exception() -> None:
     seed_generators(3)
     expected = draw()
     seed_generators(3)
-    with pytest.raises(KeyError), preserved_rng():
-        draw()
-        raise KeyError
+
+    def draw_and_fail() -> None:
+        with preserved_rng():
+            draw()
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        draw_and_fail()
     assert draw() == expected
 
 

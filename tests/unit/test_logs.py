@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from gymtask.config import DatasetConfig, ReinforcementLearningTaskConfig
-from gymtask.curve import LearningCurve
-from gymtask.logs import MetricsFile, Progress, Statistics, make_loggers, read_rows
 from gymtask.replay import EpisodeRecord
 from gymtask.task import State
+from gymtask.training.curve import LearningCurve
+from gymtask.training.logs import MetricsFile, Progress, Statistics, make_loggers, read_rows
 
 
 def episode(episode_return: float, length: int) -> EpisodeRecord:

@@ -1,6 +1,6 @@
 """Returns and advantages: values worked out by hand, what is refused, and what warns.
 
-Agreement with a plain loop over random data is in tests/property/test_return_identities.py.
+Agreement with a plain loop over random data is in tests/property/test_returns.py.
 """
 
 import re
@@ -163,6 +163,14 @@ def test_nan_and_infinite_rewards_stay_in_their_piece(
     for result in call(function, given):
         assert result[:2].isfinite().all()
         assert not result[2].isfinite()
+
+
+@both
+@pytest.mark.parametrize("grad", [False, True])
+def test_what_float32_cannot_hold_is_infinite_without_a_warning(function: Any, grad: bool) -> None:
+    given = arguments(reward=floats(3e38, 3e38, 3e38).requires_grad_(grad), gamma=1.0)
+    for result in call(function, given):
+        assert result.isposinf().tolist() == [True, True, False]
 
 
 def test_end_bootstraps_each_piece() -> None:

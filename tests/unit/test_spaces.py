@@ -1,11 +1,11 @@
-"""What an action must be, what environments get for it, and which spaces and values are refused.
+"""Which spaces are stored, in which dtypes, and which observations are refused.
 
-Values of random spaces are in tests/property/test_space_values.py.
+Actions are in test_actions.py, values of random spaces in tests/property/test_spaces.py.
 """
 
-import math
+from __future__ import annotations
+
 import re
-from collections.abc import Callable
 from typing import Any
 
 import gymnasium as gym
@@ -16,99 +16,9 @@ from gymnasium import spaces
 from tensordict import TensorDict
 from torch import Tensor
 
-import gymtask
-from gymtask.errors import ActionError, ObservationError, SpaceError
-from gymtask.spaces import ActionCodec, stored_dtype, to_numpy
-from gymtask.testing import ScriptedEnv
-
-INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "bool")
-FLOATS = ("float16", "bfloat16", "float32", "float64")
-
-
-class Policy(gymtask.ReinforcementLearningTask):
-    """Acts by a function of the states."""
-
-    def __init__(
-        self,
-        environment: gymtask.Environment,
-        act: Callable[[TensorDict], Any],
-        **config: Any,
-    ) -> None:
-        super().__init__(
-            gymtask.ReinforcementLearningTaskConfig(
-                name="spaces",
-                environment=gymtask.EnvironmentConfig(
-                    **{"num_env_workers": 1, "env_worker_mode": "sync", "env_seed": 0, **config}
-                ),
-                dataset=gymtask.DatasetConfig(num_update_steps=1),
-            )
-        )
-        self.environment = environment
-        self.act = act
-
-    def get_environment(self) -> gymtask.Environment:
-        return self.environment
-
-    def get_actions(self, model: Any, states: TensorDict, optimal: bool) -> Any:
-        return self.act(states)
-
-    def run_model(self, model: Any, batch: TensorDict, state: gymtask.State) -> Any:
-        raise NotImplementedError
-
-    def compute_loss(
-        self, model: Any, batch: TensorDict, state: gymtask.State, output: Any
-    ) -> Tensor:
-        raise NotImplementedError
-
-
-def recorder(
-    observation_space: gym.Space[Any] | None = None,
-    action_space: gym.Space[Any] | None = None,
-    observations: Any = (0,),
-    **keywords: Any,
-) -> gymtask.Environment:
-    """An environment that keeps the actions it gets in `received`.
-
-    Observation number t since its making is observations[t], the last one again and again; an
-    episode has 4 steps.
-    """
-
-    # Defined in here it travels to a worker by value, which then need not import this module.
-    class Recorder(gym.Env[Any, Any]):
-        def __init__(self) -> None:
-            self.observation_space = observation_space or spaces.Discrete(2)
-            self.action_space = action_space or spaces.Discrete(2)
-            self.received: list[Any] = []
-            self.shown = 0
-
-        def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, Any]:
-            super().reset(seed=seed)
-            self.steps = 0
-            return self.show(), {}
-
-        def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-            self.received.append(action)
-            self.steps += 1
-            return self.show(), 0.0, self.steps == 4, False, {}
-
-        def show(self) -> Any:
-            self.shown += 1
-            return observations[min(self.shown, len(observations)) - 1]
-
-    return gymtask.Environment(Recorder, **keywords)
-
-
-def collect(task: Policy, total: int) -> tuple[TensorDict, tuple[Any, ...]]:
-    """The rows, and what each environment received."""
-    with task.get_worker_pool() as pool:
-        samples = task.collect_samples(None, pool, total, use_tqdm=False)
-        return samples.to_tensordict(), pool.get_attr("received")
-
-
-def encode(space: gym.Space[Any], action: Any, num_rows: int = 2, **keywords: Any) -> Any:
-    codec = ActionCodec(space, **keywords)
-    rows = codec.encode(action, num_rows)
-    return rows[0], codec.decode(rows)[0]
+from gymtask.errors import ObservationError, SpaceError
+from gymtask.spaces import stored_dtype
+from tests.unit.space_envs import acting, collect, recorder
 
 
 class TestStoredDtype:
@@ -142,367 +52,6 @@ class TestStoredDtype:
             stored_dtype(np.dtype(name))
 
 
-class TestDtypesOfActions:
-    @pytest.mark.parametrize("name", INTEGERS)
-    @pytest.mark.parametrize(
-        "space",
-        [spaces.Discrete(2), spaces.MultiDiscrete([2]), spaces.MultiBinary(1)],
-        ids=["Discrete", "MultiDiscrete", "MultiBinary"],
-    )
-    def test_every_integer_and_bool_is_taken_for_discrete_spaces(
-        self, space: gym.Space[Any], name: str
-    ) -> None:
-        shape = (2, *(space.shape or ()))
-        given = torch.tensor([0, 1]).reshape(shape).to(getattr(torch, name))
-        row, sent = encode(space, given)
-        assert row.dtype == space.dtype
-        assert row.ravel().tolist() == sent.ravel().tolist() == [0, 1]
-
-    @pytest.mark.parametrize("name", [*FLOATS, "complex64"])
-    @pytest.mark.parametrize(
-        "space",
-        [
-            spaces.Discrete(2),
-            spaces.MultiDiscrete([2]),
-            spaces.MultiBinary(1),
-            spaces.Box(0, 5, (1,), np.int32),
-            spaces.Box(0, 1, (1,), np.bool_),
-        ],
-        ids=["Discrete", "MultiDiscrete", "MultiBinary", "integer Box", "bool Box"],
-    )
-    def test_floats_are_refused_for_discrete_spaces(self, space: gym.Space[Any], name: str) -> None:
-        given = torch.zeros(2, *(space.shape or ())).to(getattr(torch, name))
-        with pytest.raises(ActionError, match=rf"`action` must be of a dtype.*torch\.{name}$"):
-            encode(space, given)
-
-    def test_integers_are_refused_for_a_bool_box(self) -> None:
-        space = spaces.Box(0, 1, (1,), np.bool_)
-        with pytest.raises(ActionError, match=r"cast to torch\.bool.*got torch\.int64"):
-            encode(space, torch.zeros(2, 1, dtype=torch.int64))
-        row, _ = encode(space, torch.tensor([[True], [False]]))
-        assert row.tolist() == [[True], [False]]
-
-    @pytest.mark.parametrize("name", [*INTEGERS, *FLOATS, "float8_e4m3fn"])
-    @pytest.mark.parametrize("kind", [np.float16, np.float32, np.float64])
-    def test_everything_real_is_taken_for_a_float_box(self, kind: Any, name: str) -> None:
-        given = torch.tensor([[1.0], [0.0]]).to(getattr(torch, name))
-        row, _ = encode(spaces.Box(-2, 2, (1,), kind), given)
-        assert row.dtype == np.float32
-        assert row.tolist() == [[1.0], [0.0]]
-
-    def test_bfloat16_is_taken_without_loss(self) -> None:
-        given = torch.tensor([[0.1], [-1.7]], dtype=torch.bfloat16)
-        row, _ = encode(spaces.Box(-2, 2, (1,)), given)
-        assert row.tolist() == given.tolist()
-        assert to_numpy(given).dtype == np.float32
-
-    @pytest.mark.parametrize("value", [2**24 + 1, 2**53 + 1, 2**63 - 1, -(2**24) - 1])
-    def test_an_integer_that_float32_cannot_hold_is_refused(self, value: int) -> None:
-        space = spaces.Box(-np.inf, np.inf, ())
-        with pytest.raises(ActionError, match=rf"stay exact as float32, got \[0, {value}\]"):
-            encode(space, torch.tensor([0, value]))
-
-    @pytest.mark.parametrize("value", [2**24, 2**53, -(2**63)])
-    def test_an_integer_that_float32_holds_is_taken(self, value: int) -> None:
-        row, _ = encode(spaces.Box(-np.inf, np.inf, ()), torch.tensor([0, value]))
-        assert row.tolist() == [0, value]
-
-    def test_a_tensor_that_needs_a_gradient_is_taken(self) -> None:
-        row, _ = encode(spaces.Box(-1, 1, (1,)), torch.ones(2, 1, requires_grad=True))
-        assert row.tolist() == [[1.0], [1.0]]
-
-
-class TestShapesOfActions:
-    @pytest.mark.parametrize("n", [1, 4])
-    @pytest.mark.parametrize(
-        "space", [spaces.Discrete(3), spaces.Box(-1, 1, ())], ids=["Discrete", "Box"]
-    )
-    def test_a_column_is_read_as_scalars(self, space: gym.Space[Any], n: int) -> None:
-        kind = torch.int64 if isinstance(space, spaces.Discrete) else torch.float32
-        row, sent = encode(space, torch.ones(n, 1, dtype=kind), n)
-        assert row.shape == sent.shape == (n,)
-
-    @pytest.mark.parametrize(
-        ("shape", "given"),
-        [
-            ((), (2, 2)),
-            ((), (1, 2)),
-            ((), (2, 1, 1)),
-            ((), ()),
-            ((), (3,)),
-            ((), (3, 1)),
-            ((1,), (2,)),
-            ((1,), (2, 1, 1)),
-            ((3,), (2, 1)),
-            ((3,), (3,)),
-            ((3,), (3, 2)),
-            ((2, 3), (2, 6)),
-            ((2, 3), (2, 3, 2)),
-        ],
-    )
-    def test_any_other_shape_is_refused_and_both_are_named(
-        self, shape: tuple[int, ...], given: tuple[int, ...]
-    ) -> None:
-        text = f"`action` must have shape {(2, *shape)} for 2 environments, got {given}"
-        with pytest.raises(ActionError, match=f"^{re.escape(text)}$"):
-            encode(spaces.Box(-1, 1, shape), torch.zeros(given))
-
-    def test_no_shape_is_right_for_another_number_of_environments(self) -> None:
-        with pytest.raises(ActionError, match=re.escape("(1,) for 1 environments, got (2,)")):
-            encode(spaces.Discrete(3), torch.zeros(2, dtype=torch.int64), 1)
-
-    @pytest.mark.parametrize("num_envs", [1, 4])
-    def test_environments_get_scalars_from_a_column(self, num_envs: int) -> None:
-        """O-31."""
-        task = Policy(
-            recorder(),
-            lambda states: torch.ones(len(states), 1, dtype=torch.int64),
-            num_envs=num_envs,
-        )
-        rows, received = collect(task, 3 * num_envs)
-        assert rows["action"].shape == (3 * num_envs,)
-        assert all(np.shape(action) == () for part in received for action in part)
-
-
-class TestValuesOfActions:
-    @pytest.mark.parametrize("bad", [-1, 3, 2**62])
-    def test_an_index_outside_a_discrete_space_is_refused(self, bad: int) -> None:
-        text = "`action` must lie in 0 to 2, counted from 0, for the space Discrete(3, start=5)"
-        with pytest.raises(ActionError, match=re.escape(f"{text}, got [0, {bad}]")):
-            encode(spaces.Discrete(3, start=5), torch.tensor([0, bad]))
-
-    @pytest.mark.parametrize("bad", [[0, 0], [4, 2], [3, -1], [3, 3]])
-    def test_multi_discrete_bounds_hold_for_each_element(self, bad: list[int]) -> None:
-        space = spaces.MultiDiscrete([2, 3], start=[2, 0])
-        with pytest.raises(ActionError, match=re.escape("lie in [2, 0] to [3, 2] for the space")):
-            encode(space, torch.tensor([[2, 0], bad]))
-        row, sent = encode(space, torch.tensor([[2, 0], [3, 2]]))
-        assert row.tolist() == sent.tolist() == [[2, 0], [3, 2]]
-
-    def test_multi_discrete_bounds_may_reach_the_end_of_the_dtype(self) -> None:
-        space = spaces.MultiDiscrete([255], dtype=np.uint8, start=[1])
-        row, _ = encode(space, torch.tensor([[255], [1]]))
-        assert row.dtype == np.uint8
-        assert row.tolist() == [[255], [1]]
-
-    def test_multi_binary_and_integer_boxes_have_bounds(self) -> None:
-        with pytest.raises(ActionError, match="lie in 0 to 1 for the space"):
-            encode(spaces.MultiBinary(2), torch.tensor([[0, 1], [2, 0]]))
-        with pytest.raises(ActionError, match=re.escape("lie in [-3] to [4] for the space")):
-            encode(spaces.Box(-3, 4, (1,), np.int8), torch.tensor([[-4], [0]]))
-
-    @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-    @pytest.mark.parametrize("clip", [False, True])
-    def test_a_float_that_is_not_finite_is_refused(self, bad: float, clip: bool) -> None:
-        space = spaces.Box(-np.inf, np.inf, (2,))
-        with pytest.raises(ActionError, match="`action` must be finite as float32"):
-            encode(space, torch.tensor([[0.0, 1.0], [0.0, bad]]), clip=clip)
-
-    def test_a_float64_that_is_infinite_as_float32_is_refused(self) -> None:
-        space = spaces.Box(-np.inf, np.inf, (), np.float64)
-        with pytest.raises(ActionError, match="finite"):
-            encode(space, torch.tensor([1e39, 0.0], dtype=torch.float64))
-        largest = float(np.finfo(np.float32).max)
-        row, _ = encode(space, torch.tensor([largest, 0.0], dtype=torch.float64))
-        assert row[0] == np.finfo(np.float32).max
-
-    def test_a_float_that_is_infinite_in_the_dtype_of_the_space_is_refused(self) -> None:
-        space = spaces.Box(-1, 1, (), np.float16)
-        with pytest.raises(ActionError, match="finite as float32 and as float16"):
-            encode(space, torch.tensor([70000.0, 0.0]))
-        row, sent = encode(space, torch.tensor([70000.0, 0.0]), clip=True)
-        assert row.tolist() == [70000.0, 0.0]
-        assert sent.tolist() == [1.0, 0.0]
-        assert sent.dtype == np.float16
-
-    @pytest.mark.parametrize("kind", [np.float16, np.float32, np.float64])
-    def test_finite_floats_outside_a_box_pass_unless_clipped(self, kind: Any) -> None:
-        """O-11: clipping changes what the environment gets, never the row."""
-        space = spaces.Box(-2, 2, (1,), kind)
-        given = torch.tensor([[5.0], [0.1]], dtype=torch.float64)
-        row, sent = encode(space, given)
-        assert row.dtype == np.float32
-        assert row.tolist() == sent.tolist() == given.float().tolist()
-        row, sent = encode(space, given, clip=True)
-        assert row.tolist() == given.float().tolist()
-        assert sent.dtype == kind
-        assert sent.tolist() == [[2.0], [float(kind(np.float32(0.1)))]]
-
-    def test_a_message_stays_short_for_large_actions(self) -> None:
-        with pytest.raises(ActionError) as caught:
-            encode(spaces.Box(-1, 1, (64, 64)), torch.full((2, 64, 64), math.nan))
-        assert len(str(caught.value)) < 400
-
-
-class TestNestedActions:
-    space = spaces.Dict(
-        {
-            "turn": spaces.Discrete(3, start=-1),
-            "pair": spaces.Tuple([spaces.MultiBinary(2), spaces.Box(-1, 1, ())]),
-        }
-    )
-
-    def action(self, **changes: Any) -> TensorDict:
-        content = {
-            "turn": torch.tensor([0, 2]),
-            "pair": {"0": torch.ones(2, 2, dtype=torch.int8), "1": torch.tensor([0.5, 0.25])},
-        }
-        return TensorDict({**content, **changes}, batch_size=[2])
-
-    def test_leaves_come_in_the_order_of_the_space(self) -> None:
-        codec = ActionCodec(self.space)
-        rows = codec.encode(self.action(), 2)
-        by_path = {leaf.path: row for leaf, row in zip(codec.leaves, rows, strict=True)}
-        assert by_path["turn",].tolist() == [0, 2]
-        assert by_path["pair", "0"].tolist() == [[1, 1], [1, 1]]
-        assert by_path["pair", "1"].tolist() == [0.5, 0.25]
-        sent = dict(zip(by_path, codec.decode(rows), strict=True))
-        assert sent["turn",].tolist() == [-1, 1]
-
-    @pytest.mark.parametrize(
-        ("action", "text"),
-        [
-            (lambda self: torch.zeros(2), "`action` must be a TensorDict with the keys"),
-            (lambda self: self.action().exclude("turn"), r"['pair', 'turn'], got"),
-            (lambda self: self.action(jump=torch.zeros(2)), "['jump', 'pair', 'turn']"),
-            (lambda self: self.action(pair=torch.zeros(2)), "`action/pair` must be a TensorDict"),
-            (
-                lambda self: self.action(turn=TensorDict({}, batch_size=[2])),
-                "`action/turn` must be a tensor, got a TensorDict with the keys []",
-            ),
-            (
-                lambda self: self.action(
-                    pair={"0": torch.ones(2, 2, dtype=torch.int8), "1": torch.zeros(2, 3)}
-                ),
-                "`action/pair/1` must have shape (2,) for 2 environments, got (2, 3)",
-            ),
-        ],
-        ids=["tensor", "missing", "extra", "leaf for branch", "branch for leaf", "shape"],
-    )
-    def test_another_structure_is_refused_by_name(
-        self, action: Callable[[Any], Any], text: str
-    ) -> None:
-        with pytest.raises(ActionError, match=re.escape(text)):
-            ActionCodec(self.space).encode(action(self), 2)
-
-    def test_a_row_of_a_sample_is_what_its_action_encodes_to(self) -> None:
-        codec = ActionCodec(self.space)
-        self.space.seed(3)
-        for _ in range(10):
-            sample = self.space.sample()
-            row = codec.rows_of(sample)
-            rows = codec.encode(TensorDict(row, batch_size=[]).unsqueeze(0), 1)
-            sent = codec.decode(rows)
-            assert row["turn"].dtype == torch.int64
-            assert sent[[leaf.path for leaf in codec.leaves].index(("turn",))] == sample["turn"]
-
-
-class TestBeforeAnythingMoves:
-    @pytest.mark.parametrize(
-        ("space", "good", "bad"),
-        [
-            (spaces.Discrete(2), 1, 2),
-            (spaces.Box(-1, 1, ()), 0.5, math.nan),
-            (spaces.Box(-1, 1, ()), 0.5, math.inf),
-        ],
-        ids=["out of range", "nan", "inf"],
-    )
-    def test_no_environment_of_the_batch_has_moved(
-        self, space: gym.Space[Any], good: float, bad: float
-    ) -> None:
-        def act(states: TensorDict) -> Tensor:
-            actions = torch.full((len(states),), good)
-            wrong = (states["env_id"] == 2) & (states["run_step"] == 3)
-            return torch.where(wrong, bad, actions)
-
-        task = Policy(recorder(action_space=space), act, num_envs=3)
-        with task.get_worker_pool() as pool:
-            with pytest.raises(ActionError):
-                task.collect_samples(None, pool, 30, use_tqdm=False)
-            assert [len(part) for part in pool.get_attr("received")] == [3, 3, 3]
-
-    def test_a_wrong_shape_or_dtype_is_refused_at_the_first_step(self) -> None:
-        for action in (torch.zeros(3), torch.zeros(2, dtype=torch.int64)):
-            task = Policy(recorder(), lambda states, action=action: action, num_envs=3)
-            with task.get_worker_pool() as pool:
-                with pytest.raises(ActionError):
-                    task.collect_samples(None, pool, 30, use_tqdm=False)
-                assert pool.get_attr("received") == ([], [], [])
-
-
-@pytest.mark.parametrize("mode", ["sync", "thread", "process"])
-class TestWhatEnvironmentsGet:
-    def test_index_plus_start(self, mode: str) -> None:
-        """O-30."""
-        task = Policy(
-            recorder(spaces.Discrete(3, start=-1), spaces.Discrete(3, start=1), [-1, 0, 1, 0]),
-            lambda states: states["run_step"] % 3,
-            num_envs=2,
-            env_worker_mode=mode,
-        )
-        rows, received = collect(task, 12)
-        assert received == ([1, 2, 3, 1, 2, 3],) * 2
-        assert rows["action"].tolist() == [0, 1, 2, 0, 1, 2] * 2
-        assert rows["observation"][:4].tolist() == [-1, 0, 1, 0]
-
-    def test_clipped_only_on_request_and_the_row_keeps_the_policys_action(self, mode: str) -> None:
-        """O-11."""
-        given = torch.tensor([5.0, -0.1, -7.0], dtype=torch.float64)
-        environment = recorder(action_space=spaces.Box(-2, 2, (1,)))
-        for clip, expected in [(False, [5.0, -0.1, -7.0]), (True, [2.0, -0.1, -2.0])]:
-            task = Policy(
-                environment,
-                lambda states: given[states["run_step"]].unsqueeze(-1),
-                env_worker_mode=mode,
-                action_clip=clip,
-            )
-            rows, (received,) = collect(task, 3)
-            assert rows["action"].dtype == torch.float32
-            assert rows["action"].tolist() == given.float().unsqueeze(-1).tolist()
-            wanted = np.array(expected, np.float32)
-            for action, value in zip(received, wanted, strict=True):
-                assert action.dtype == np.float32
-                assert action.tolist() == [value]
-
-    @pytest.mark.parametrize(
-        "space",
-        [
-            spaces.Discrete(4),
-            spaces.Discrete(4, dtype=np.int16),
-            spaces.MultiDiscrete([4, 4]),
-            spaces.MultiBinary(2),
-            spaces.Box(-1, 1, (2,), np.float64),
-            spaces.Box(-1, 1, ()),
-            spaces.Box(0, 9, (2,), np.uint8),
-            spaces.Dict({"a": spaces.Discrete(2), "b": spaces.Box(-1, 1, (1,))}),
-            spaces.Tuple([spaces.Discrete(2), spaces.Discrete(3)]),
-        ],
-        ids=str,
-    )
-    def test_the_types_of_a_sample(self, mode: str, space: gym.Space[Any]) -> None:
-        """O-43: an environment that checks types sees those of `action_space.sample()`."""
-        space.seed(1)
-        sample = space.sample()
-        row = ActionCodec(space).rows_of(sample)
-        action = TensorDict(row, batch_size=[]) if isinstance(row, dict) else row
-        task = Policy(
-            recorder(action_space=space),
-            lambda states: torch.stack([action] * len(states)),
-            env_worker_mode=mode,
-        )
-        _, (received,) = collect(task, 2)
-        for found in received:
-            assert kinds(found) == kinds(sample)
-
-
-def kinds(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: kinds(part) for key, part in value.items()}
-    if isinstance(value, tuple):
-        return tuple(kinds(part) for part in value)
-    return type(value), value.dtype, value.shape
-
-
 class Custom(spaces.Space[int]):
     def __init__(self) -> None:
         super().__init__((), np.int64)
@@ -527,7 +76,6 @@ UNFIXED = [
 
 
 class TestRefusedSpaces:
-    @pytest.mark.parametrize("mode", ["sync", "thread", "process"])
     @pytest.mark.parametrize("role", ["observation", "action"])
     @pytest.mark.parametrize("space", UNFIXED, ids=lambda space: type(space).__name__)
     def test_a_space_without_fixed_shape_is_refused_by_name_when_the_pool_is_made(
@@ -537,7 +85,7 @@ class TestRefusedSpaces:
         nested = spaces.Dict({"a": spaces.Discrete(2), "b": spaces.Tuple([space])})
         for given, where in [(space, ""), (nested, f" at {role}['b']['0']")]:
             environment = recorder(**{f"{role}_space": given})
-            task = Policy(environment, lambda states: None, env_worker_mode=mode)
+            task = acting(environment, lambda states: None, mode=mode)
             text = f"the {role} space must be built of .*, got {re.escape(repr(space) + where)}$"
             with pytest.raises(SpaceError, match=text):
                 task.get_worker_pool()
@@ -546,10 +94,12 @@ class TestRefusedSpaces:
 
     @pytest.mark.parametrize("role", ["observation", "action"])
     def test_uint64_is_refused_before_a_step(self, role: str) -> None:
-        environment = recorder(**{f"{role}_space": spaces.Box(0, 5, (1,), np.uint64)})
+        environment = recorder(
+            **{f"{role}_space": spaces.Box(0, 5, (), np.uint64)}, observations=[np.uint8(0)]
+        )
         with pytest.raises(SpaceError, match="got uint64"):
             environment.reset()
-        task = Policy(environment, lambda states: torch.zeros(1, dtype=torch.int64))
+        task = acting(environment, lambda states: torch.zeros(1, dtype=torch.int64))
         with task.get_worker_pool() as pool:
             with pytest.raises(SpaceError, match="got uint64"):
                 task.collect_samples(None, pool, 2, use_tqdm=False)
@@ -565,6 +115,7 @@ WRONG = [
     (spaces.Box(-1, 1, (3,)), np.zeros((1, 3)), "must have shape (3,), got shape (1, 3)"),
     (spaces.Box(-1, 1, (3,)), 0.5, "must have shape (3,), got shape ()"),
     (spaces.Box(-1, 1, ()), np.zeros(1), "must have shape (), got shape (1,)"),
+    (spaces.Box(-1, 1, (2,)), [[0.5], [0.5, 1.0]], "must have shape (2,), got"),
     (spaces.Box(-1, 1, (1,)), None, "must have shape (1,), got shape ()"),
     (spaces.Box(-1, 1, ()), None, "must be of dtype float32, got object"),
     (spaces.Box(-1, 1, ()), 1j, "must be of dtype float32, got complex128"),
@@ -596,9 +147,8 @@ class TestWrongObservations:
         space.seed(0)
         place = {"at reset": 0, "at a step": 2, "at the end": 4}[when]
         shown = [space.sample() for _ in range(place)] + [wrong, space.sample()]
-        task = Policy(
+        task = acting(
             recorder(space, observations=shown),
-            lambda states: torch.zeros(len(states), dtype=torch.int64),
         )
         with (
             task.get_worker_pool() as pool,
@@ -611,10 +161,9 @@ class TestWrongObservations:
     def test_it_reaches_the_caller_from_a_worker_with_its_environment(self, mode: str) -> None:
         space = spaces.Box(-1, 1, (3,))
         shown = [np.zeros(3, np.float32), np.zeros(2, np.float32)]
-        task = Policy(
+        task = acting(
             recorder(space, observations=shown),
-            lambda states: torch.zeros(len(states), dtype=torch.int64),
-            env_worker_mode=mode,
+            mode=mode,
         )
         with (
             task.get_worker_pool() as pool,
@@ -626,9 +175,8 @@ class TestWrongObservations:
     def test_values_that_fit_are_cast(self) -> None:
         shown = [[1, 2, 3], np.array([0.5, 1, 2]), (4.0, 5.0, 6.0), np.ones(3, np.float16)]
         space = spaces.Box(-np.inf, np.inf, (3,))
-        task = Policy(
+        task = acting(
             recorder(space, observations=shown),
-            lambda states: torch.zeros(len(states), dtype=torch.int64),
         )
         rows, _ = collect(task, 3)
         assert rows["observation"].tolist() == [[1, 2, 3], [0.5, 1, 2], [4, 5, 6]]
@@ -655,19 +203,8 @@ def test_scalar_observations_have_the_batch_shape_alone(
         seen.append((states["observation"].shape, states["observation"].dtype))
         return torch.zeros(len(states), dtype=torch.int64)
 
-    task = Policy(recorder(space, observations=[shown]), act, num_envs=num_envs)
+    task = acting(recorder(space, observations=[shown]), act, num_envs=num_envs)
     rows, _ = collect(task, 3 * num_envs)
     assert set(seen) == {(torch.Size([num_envs]), dtype)}
     assert rows["observation"].shape == (3 * num_envs,)
     assert rows["observation"].tolist() == [shown] * (3 * num_envs)
-
-
-def test_rewards_are_float32_whatever_the_environment_gives() -> None:
-    """O-12: Python ints and floats, numpy scalars."""
-    task = Policy(
-        gymtask.Environment(ScriptedEnv, lengths=[2]),
-        lambda states: torch.zeros(len(states), dtype=torch.int64),
-    )
-    with task.get_worker_pool() as pool:
-        rows = task.collect_samples(None, pool, 2, use_tqdm=False).to_tensordict()
-    assert rows["next", "reward"].dtype == torch.float32

@@ -8,6 +8,7 @@ from typing import Any
 
 import gymnasium as gym
 import pytest
+import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
@@ -21,7 +22,7 @@ from gymtask.errors import ConfigurationError
 from gymtask.task import ReinforcementLearningTask, State
 from gymtask.testing import ScriptedEnv
 from gymtask.trainer import SamplingConfig, Trainer, TrainerConfig
-from gymtask.trainer_config import longest_piece, shortest_piece
+from gymtask.training.config import longest_piece, shortest_piece
 
 
 class Blind(gym.Wrapper):
@@ -246,9 +247,17 @@ def test_an_environment_that_cannot_be_filmed_is_refused_before_anything_starts(
 
     run_dir = tmp_path / "run"
     trainer = Trainer(TrainerConfig(clip_interval=1, run_dir=str(run_dir)))
-    with pytest.raises(ConfigurationError, match="`render_mode` must be 'rgb_array'.*got None"):
+    with pytest.raises(ConfigurationError, match=r"`render_mode` must be 'rgb_array'.*got None"):
         trainer.train(make_task(cls=Unseen), nn.Linear(3, 2))
     assert not run_dir.exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has the accelerator")
+def test_an_accelerator_that_is_not_there_is_refused_by_name() -> None:
+    trainer = Trainer(TrainerConfig(accelerator="cuda"))
+    rule = "`accelerator` must be one that this machine has, got 'cuda'"
+    with pytest.raises(ConfigurationError, match=re.escape(rule)):
+        trainer.train(make_task(), nn.Linear(3, 2))
 
 
 def test_what_is_no_task_or_no_module_is_refused() -> None:

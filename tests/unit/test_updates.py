@@ -18,7 +18,7 @@ from gymtask.environment import Environment
 from gymtask.errors import ConfigurationError, HookError
 from gymtask.task import ReinforcementLearningTask, State
 from gymtask.testing import ScriptedEnv
-from gymtask.updates import Updater
+from gymtask.training.updates import Updater
 
 
 class Two(nn.Module):
@@ -191,7 +191,7 @@ def test_marked_methods_can_be_called_on_the_wrapped_model() -> None:
 def test_a_marked_method_that_does_not_exist_is_refused() -> None:
     task = Task(lambda m: m.a)
     task.forward_methods = ["third"]  # type: ignore[misc]
-    with pytest.raises(HookError, match="`forward_methods` must name methods of .* got 'third'"):
+    with pytest.raises(HookError, match=r"`forward_methods` must name methods of .* got 'third'"):
         make_updater(task, Two())
 
 

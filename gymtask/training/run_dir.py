@@ -5,9 +5,9 @@ from __future__ import annotations
 from datetime import datetime
 from pathlib import Path
 
-from gymtask.checkpoint import FOLDER, find_checkpoint, list_checkpoints
 from gymtask.errors import CheckpointError, ConfigurationError
-from gymtask.logs import METRICS_FILE
+from gymtask.training.checkpoint import FOLDER, find_checkpoint, list_checkpoints
+from gymtask.training.logs import METRICS_FILE
 
 RUNS = Path("runs")
 """Where run directories are made, seen from the directory that the program runs in."""

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from gymtask.logs import METRICS_FILE, NUM_RECENT, read_rows
+from gymtask.training.logs import METRICS_FILE, NUM_RECENT, read_rows
 
 CURVE_FILE = "learning_curve.png"
 

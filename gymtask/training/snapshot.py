@@ -10,7 +10,11 @@ from typing import Any
 from gymnasium.envs.registration import EnvSpec
 from torch import nn
 
-from gymtask.checkpoint import (
+from gymtask.errors import CheckpointError
+from gymtask.maker import EnvironmentMaker
+from gymtask.sampling import stream_seed
+from gymtask.task import ReinforcementLearningTask, State
+from gymtask.training.checkpoint import (
     FORMAT,
     RANK_FILE,
     STATE_FILE,
@@ -19,12 +23,8 @@ from gymtask.checkpoint import (
     set_rng_state,
     to_plain,
 )
-from gymtask.errors import CheckpointError
-from gymtask.maker import EnvironmentMaker
-from gymtask.sampling import stream_seed
-from gymtask.task import ReinforcementLearningTask, State
-from gymtask.trainer_config import TrainerConfig
-from gymtask.updates import Updater
+from gymtask.training.config import TrainerConfig
+from gymtask.training.updates import Updater
 from gymtask.workers.pool import WorkerPool
 
 

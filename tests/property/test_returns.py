@@ -170,22 +170,38 @@ def test_targets_of_a_bad_critic_of_large_values_match_the_loop() -> None:
 
 
 @pytest.mark.parametrize("shape", [(7,), (3, 4, 5), (2, 2500)], ids=str)
-def test_float64_is_computed_as_float64(shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("grad", [False, True])
+def test_float64_is_computed_as_float64(shape: tuple[int, ...], grad: bool) -> None:
     rollout = Rollout.random(shape, seed=3, density=0.02, dtype=torch.float64)
+    rollout.reward.requires_grad_(grad)
     results = rollout.both(0.99, 0.95)
     for result, exact in zip(results, loop_both(rollout, 0.99, 0.95), strict=True):
         assert result.dtype == torch.float64
         assert_near(result, exact, tolerance=1e-13)
 
 
+@pytest.mark.filterwarnings("ignore::gymtask.errors.CutReturnWarning")
 def test_strided_tensors_give_what_contiguous_ones_give() -> None:
     rollout = Rollout.random((5, 40), seed=4, density=0.05)
+    alone = rollout.returns(0.9, bootstrap=False)
     time_first = rollout.map(lambda t: t.t().contiguous().t())
     every_other = rollout.map(lambda t: torch.stack([t, t], -1).flatten(-2)[..., ::2])
     for other in (time_first, every_other):
         assert not other.reward.is_contiguous()
+        assert torch.equal(other.returns(0.9, bootstrap=False), alone)
         for result, expected in zip(other.both(0.9, 0.8), rollout.both(0.9, 0.8), strict=True):
             assert torch.equal(result, expected)
+
+
+def test_lazily_negated_tensors_are_taken() -> None:
+    rollout = Rollout.random((5, 40), seed=5, density=0.05)
+    negated = torch.complex(rollout.value, rollout.value).conj().imag
+    assert negated.is_neg()
+    rollout.value = -rollout.value
+    expected = rollout.both(0.9, 0.8)
+    rollout.value = negated
+    for result, other in zip(rollout.both(0.9, 0.8), expected, strict=True):
+        torch.testing.assert_close(result, other)
 
 
 def test_one_value_expanded_over_all_rows_is_taken() -> None:
@@ -197,8 +213,10 @@ def test_one_value_expanded_over_all_rows_is_taken() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::gymtask.errors.CutReturnWarning")
-def test_returns_without_next_value_are_those_with_a_next_value_of_zero() -> None:
+@pytest.mark.parametrize("grad", [False, True])
+def test_returns_without_next_value_are_those_with_a_next_value_of_zero(grad: bool) -> None:
     rollout = Rollout.random((4, 50), seed=6, density=0.05)
+    rollout.reward.requires_grad_(grad)
     zero = Rollout(**(vars(rollout) | {"next_value": torch.zeros(4, 50)}))
     assert torch.equal(rollout.returns(0.9, bootstrap=False), zero.returns(0.9))
 

@@ -16,26 +16,22 @@ import yaml
 from lightning_fabric import Fabric
 from torch import Tensor, nn
 
-from gymtask import checkpoint
 from gymtask.config import raise_if_any
-from gymtask.curve import LearningCurve
 from gymtask.environment import require_rgb_array
-from gymtask.errors import (
-    CollectionInterrupted,
-    HookError,
-    WindowError,
-)
-from gymtask.evaluation import run_evaluation
-from gymtask.logs import Progress, Statistics, make_loggers
+from gymtask.errors import CollectionInterrupted, ConfigurationError, HookError, WindowError
 from gymtask.replay import MultiReplaySamples
-from gymtask.run_dir import find_start, make_run_dir, run_dir_of
-from gymtask.snapshot import Snapshot, plain_configs
-from gymtask.stopping import StopRequests
 from gymtask.task import ReinforcementLearningTask, State
-from gymtask.trainer_config import TrainerConfig, fit_problems, longest_piece, shortest_piece
-from gymtask.updates import Updater
+from gymtask.training import checkpoint
+from gymtask.training.config import TrainerConfig, fit_problems, longest_piece, shortest_piece
+from gymtask.training.curve import LearningCurve
+from gymtask.training.evaluation import run_evaluation
+from gymtask.training.logs import Progress, Statistics, make_loggers
+from gymtask.training.run_dir import find_start, make_run_dir, run_dir_of
+from gymtask.training.snapshot import Snapshot, plain_configs
+from gymtask.training.stopping import StopRequests
+from gymtask.training.updates import Updater
 
-STOP_TIMEOUT = 3.0
+STOP_TIMEOUT = 2.0
 """Seconds that environments get to close, at most, after a signal."""
 
 logger = logging.getLogger(__name__)
@@ -64,9 +60,8 @@ class Run:
         checkpoint.seed_generators(self._seed)
         self.state = task.state = State()
         task.num_clips = task.num_evaluations = 0
-        fabric = Fabric(accelerator=config.accelerator, devices=1)
-        self._device = fabric.device
-        task.to(self._device)
+        fabric = self._fabric = _make_fabric(config.accelerator)
+        task.to(fabric.device)
         self._updater = Updater(fabric, task, model, config.learning_rate, config.clip_grad_norm)
         self._statistics = Statistics()
         self._snapshot = Snapshot(
@@ -139,6 +134,8 @@ class Run:
         while (reason := self._reason_to_stop()) is None:
             self._epoch()
         logger.info("stopping: %s", reason)
+        self._count()
+        self._progress.show(self.state, self._statistics.recent)
         if self._logged != self.state.num_epochs:
             self._log()
         if self._config.checkpoint_interval is not None:
@@ -191,8 +188,9 @@ class Run:
         state.phase = "collect"
         state.num_epoch_steps = state.num_epoch_samples = 0
         self._task.on_epoch_start(self._model, state)
-        samples = self._collect()
-        dataset = None if samples is None else self._dataset(samples)
+        wanted = self._num_wanted()
+        samples = self._collect(wanted)
+        dataset = None if samples is None else self._dataset(samples, wanted)
         if dataset is None:
             return
         state.phase = "train"
@@ -214,11 +212,10 @@ class Run:
     def _is_due(self, interval: int | None) -> bool:
         return interval is not None and self.state.num_epochs % interval == 0
 
-    def _collect(self) -> MultiReplaySamples | None:
+    def _collect(self, wanted: int) -> MultiReplaySamples | None:
         """The epoch's samples; None when the collection was called off."""
         options = asdict(self._config.sampling)
         del options["num_epoch_samples"], options["force_sync"]
-        wanted = self._num_wanted()
         try:
             with self._statistics.timed("collect"):
                 samples = self._task.collect_samples(
@@ -233,12 +230,13 @@ class Run:
         )
         return samples
 
-    def _dataset(self, samples: MultiReplaySamples) -> Iterable[Any] | None:
+    def _dataset(self, samples: MultiReplaySamples, wanted: int) -> Iterable[Any] | None:
         """The epoch's batches; None where what was left before max_samples holds no window."""
         try:
             return self._task.build_rl_dataset(samples)
         except WindowError:
-            if self.state.num_samples != self._task.config.max_samples:
+            shortened = wanted < self._config.sampling.num_epoch_samples
+            if not shortened or self.state.num_epochs == 0:
                 raise
             logger.info("the last %d samples hold no window", self.state.num_epoch_samples)
             return None
@@ -248,8 +246,9 @@ class Run:
         values: dict[str, list[Tensor]] = {}
         with self._statistics.timed("train"):
             for batch in _endless(dataset):
-                on_device = batch if self._device.type == "cpu" else batch.to(self._device)
-                for name, value in self._updater.update(on_device, state).items():
+                if self._fabric.device.type != "cpu":
+                    batch = self._fabric.to_device(batch)
+                for name, value in self._updater.update(batch, state).items():
                     values.setdefault(name, []).append(value)
                 state.num_steps += 1
                 state.num_epoch_steps += 1
@@ -311,7 +310,7 @@ def _check_fit(config: TrainerConfig, task: ReinforcementLearningTask[Any, Any])
     """
     workers = task.get_environment_workers(config.sampling.force_sync)
     num_envs = sum(len(worker.env_ids) for worker in workers)
-    raise_if_any(list(fit_problems(config.sampling, task.config.dataset, num_envs)))
+    raise_if_any(list(fit_problems(config.sampling, task.config, num_envs)))
     if config.clip_interval is not None:
         maker = task.get_environment_cached().maker
         env = maker.with_render_mode("rgb_array")()
@@ -320,6 +319,15 @@ def _check_fit(config: TrainerConfig, task: ReinforcementLearningTask[Any, Any])
         finally:
             env.close()
     return num_envs
+
+
+def _make_fabric(accelerator: str) -> Fabric:
+    try:
+        return Fabric(accelerator=accelerator, devices=1)
+    except RuntimeError as error:
+        raise ConfigurationError(
+            f"`accelerator` must be one that this machine has, got {accelerator!r}"
+        ) from error
 
 
 def _endless(dataset: Iterable[Any]) -> Iterator[Any]:

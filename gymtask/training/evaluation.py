@@ -9,11 +9,11 @@ from typing import Any, TypeVar
 import torch
 
 from gymtask import collector
-from gymtask.checkpoint import preserved_rng
 from gymtask.config import raise_if_any, require_bool, require_int
 from gymtask.replay import EpisodeRecord
 from gymtask.sampling import stream_seed
 from gymtask.task import ReinforcementLearningTask
+from gymtask.training.checkpoint import preserved_rng
 from gymtask.workers.pool import WorkerPool
 from gymtask.workers.worker import BaseEnvironmentWorker, make_workers
 

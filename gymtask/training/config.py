@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from gymtask.config import (
     DatasetConfig,
+    ReinforcementLearningTaskConfig,
     raise_if_any,
     require_bool,
     require_choice,
@@ -63,8 +64,8 @@ class TrainerConfig:
         log_interval: Epochs from one row of metrics to the next.
         eval_interval: Epochs from one evaluation to the next; None: never.
         num_eval_episodes: Episodes of an evaluation.
-        checkpoint_interval: Epochs from one checkpoint to the next; the end of a run writes one
-            too. None: never.
+        checkpoint_interval: Epochs from one checkpoint to the next; the end of a run writes one,
+            too. None: never, not even where a run is told to stop.
         clip_interval: Epochs from one clip to the next; None: never.
     """
 
@@ -108,21 +109,26 @@ def shortest_piece(sampling: SamplingConfig, dataset: DatasetConfig) -> int:
     return max(span, sampling.min_trajectory_length)
 
 
-def fit_problems(sampling: SamplingConfig, dataset: DatasetConfig, num_envs: int) -> Iterator[str]:
+def fit_problems(
+    sampling: SamplingConfig, task: ReinforcementLearningTaskConfig, num_envs: int
+) -> Iterator[str]:
     """Yields what keeps valid settings of a trainer and of a task from working together."""
     if sampling.min_batch_size > num_envs:
         yield (
             f"`sampling.min_batch_size` must be at most the number of environments ({num_envs}), "
             f"got {sampling.min_batch_size}"
         )
-    longest = longest_piece(sampling, num_envs, sampling.num_epoch_samples)
+    dataset, limit = task.dataset, task.max_samples
+    # The first collection: if that can hold no window, none can.
+    total = min(sampling.num_epoch_samples, limit) if limit else sampling.num_epoch_samples
+    longest = longest_piece(sampling, num_envs, total)
     needed = shortest_piece(sampling, dataset)
     if longest is not None and longest < needed:
         yield (
             f"no trajectory can hold a window: `dataset.num_samples` ({dataset.num_samples}), "
             f"`dataset.stride` ({dataset.stride}) and `sampling.min_trajectory_length` "
             f"({sampling.min_trajectory_length}) ask for {needed} rows, but the longest piece of "
-            f"{sampling.num_epoch_samples} samples from {num_envs} environments has {longest}"
+            f"{total} samples from {num_envs} environments has {longest}"
         )
 
 

@@ -1,0 +1,1 @@
+"""What `gymtask.trainer.Trainer` is made of."""

@@ -1,0 +1,29 @@
+"""Fixtures that all tests share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pygame draws without a display
+
+import pytest
+import torch
+
+from gymtask.workers.launch import server
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(params=["sync", "thread", "process"])
+def mode(request: pytest.FixtureRequest) -> str:
+    """A worker mode; tests that take it run once in each."""
+    return str(request.param)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _fork_server() -> Iterator[None]:
+    """Keeps the fork server between pools, so that not every test starts one."""
+    server.acquire()
+    yield
+    server.release()
