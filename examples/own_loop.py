@@ -20,19 +20,12 @@ import gymtask
 
 @dataclass
 class Arguments:
-    """Settings.
+    """The command line."""
 
-    Attributes:
-        max_samples: Environment transitions to collect.
-        num_epoch_samples: Of these in each collection.
-        learning_rate: Of Adam.
-        seed: Of environments, actions and parameters.
-    """
-
-    max_samples: int = 100_000
-    num_epoch_samples: int = 1024
-    learning_rate: float = 1e-3
-    seed: int = 1
+    max_samples: int = 100_000  # Environment transitions to collect.
+    num_epoch_samples: int = 1024  # Of these in each collection.
+    learning_rate: float = 1e-3  # Of Adam.
+    seed: int = 1  # Of environments, actions and parameters.
 
 
 def main() -> None:

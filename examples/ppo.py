@@ -1,6 +1,5 @@
 """Proximal policy optimisation (Schulman et al. 2017, arXiv:1707.06347), in one file.
 
-    python examples/ppo.py
     python examples/ppo.py --env-id HalfCheetah-v5
     python examples/ppo.py --help
 
@@ -16,6 +15,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Any, TypeAlias
 
 import gymnasium as gym
@@ -29,38 +29,26 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import gymtask
 
+Space: TypeAlias = "gym.Space[Any]"
 Output: TypeAlias = "tuple[Distribution, Tensor]"
 
 
 @dataclass
 class PPOConfig(gymtask.ReinforcementLearningTaskConfig):
-    """PPO's own settings beside those of every task.
-
-    Attributes:
-        env_id: Id of the environment.
-        gamma: Discount of rewards.
-        gae_lambda: λ of generalized advantage estimation.
-        clip_coef: How far the ratio of new to old probabilities may leave 1.
-        clip_value: Whether the change of a value is clipped like the ratio.
-        value_coef: Weight of the value loss.
-        entropy_coef: Weight of the entropy bonus.
-        learning_rate: Of Adam, at the start.
-        anneal: Whether the learning rate falls to 0 over `max_samples`.
-        hidden: Units of each of the two hidden layers.
-    """
+    """PPO's own settings beside those of every task."""
 
     name: str = "ppo"
     max_samples: int | None = 200_000
-    env_id: str = "CartPole-v1"
-    gamma: float = 0.99
-    gae_lambda: float = 0.95
-    clip_coef: float = 0.2
-    clip_value: bool = True
-    value_coef: float = 0.5
-    entropy_coef: float = 0.0
-    learning_rate: float = 1e-3
-    anneal: bool = True
-    hidden: int = 64
+    env_id: str = "CartPole-v1"  # Id of the environment.
+    gamma: float = 0.99  # Discount of rewards.
+    gae_lambda: float = 0.95  # λ of generalized advantage estimation.
+    clip_coef: float = 0.2  # How far the ratio of new to old probabilities may leave 1.
+    clip_value: bool = True  # Whether the change of a value is clipped like the ratio.
+    value_coef: float = 0.5  # Weight of the value loss.
+    entropy_coef: float = 0.0  # Weight of the entropy bonus.
+    learning_rate: float = 1e-3  # Of Adam, at the start.
+    anneal: bool = True  # Whether the learning rate falls to 0 over `max_samples`.
+    hidden: int = 64  # Units of each of the two hidden layers.
     # [1] Eight environments; actions outside a Box are clipped for the environment alone [c 5].
     environment: gymtask.EnvironmentConfig = field(
         default_factory=lambda: gymtask.EnvironmentConfig(
@@ -69,23 +57,16 @@ class PPOConfig(gymtask.ReinforcementLearningTaskConfig):
     )
     # [6] 16 minibatches of 256 are 4 passes over the 1024 rows of a collection.
     dataset: gymtask.DatasetConfig = field(
-        default_factory=lambda: gymtask.DatasetConfig(num_update_steps=16, replacement=False)
+        default_factory=partial(gymtask.DatasetConfig, num_update_steps=16, replacement=False)
     )
     train_dl: gymtask.DataLoaderConfig = field(
-        default_factory=lambda: gymtask.DataLoaderConfig(batch_size=256)
+        default_factory=partial(gymtask.DataLoaderConfig, batch_size=256)
     )
 
 
 @dataclass
 class Arguments:
-    """The command line.
-
-    Attributes:
-        task: What is learnt, and from what.
-        trainer: How the run goes.
-        resume: A checkpoint, a run directory, or "auto", to go on with.
-        clip: Whether to film the trained policy.
-    """
+    """The command line."""
 
     task: Annotated[PPOConfig, tyro.conf.arg(name="")] = field(default_factory=PPOConfig)
     trainer: gymtask.TrainerConfig = field(
@@ -95,30 +76,25 @@ class Arguments:
             checkpoint_interval=20,
         )
     )
-    resume: str | None = None
-    clip: bool = True
+    resume: str | None = None  # A checkpoint, a run directory, or "auto", to go on with.
+    clip: bool = True  # Whether to film the trained policy.
 
 
-def layer(inputs: int, outputs: int, std: float = 2**0.5) -> nn.Linear:
-    """[2] A linear layer with orthogonal weights and a bias of 0."""
-    linear = nn.Linear(inputs, outputs)
-    nn.init.orthogonal_(linear.weight, std)
-    nn.init.zeros_(linear.bias)
-    return linear
+def network(inputs: int, hidden: int, outputs: int, last_std: float) -> nn.Sequential:
+    """Two tanh layers and a linear one; [2] orthogonal weights, and biases of 0."""
+    sizes = [(inputs, hidden, 2**0.5), (hidden, hidden, 2**0.5), (hidden, outputs, last_std)]
+    layers = [nn.Linear(size, width) for size, width, _ in sizes]
+    for linear, (_, _, std) in zip(layers, sizes, strict=True):
+        nn.init.orthogonal_(linear.weight, std)
+        nn.init.zeros_(linear.bias)
+    return nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2])
 
 
-def network(inputs: int, hidden: int, outputs: int, std: float) -> nn.Sequential:
-    """Two tanh layers, and a last one with weights of size `std`."""
-    first, second = layer(inputs, hidden), layer(hidden, hidden)
-    return nn.Sequential(first, nn.Tanh(), second, nn.Tanh(), layer(hidden, outputs, std))
-
-
-def features(space: gym.Space[Any], value: Any) -> Tensor:
+def features(space: Space, value: Any) -> Tensor:
     """An observation as floats [..., flatdim(space)], as Gymnasium flattens it."""
-    if isinstance(space, gym.spaces.Dict):
-        return torch.cat([features(part, value[key]) for key, part in space.items()], -1)
-    if isinstance(space, gym.spaces.Tuple):
-        return torch.cat([features(part, value[str(i)]) for i, part in enumerate(space)], -1)
+    if isinstance(space, (gym.spaces.Dict, gym.spaces.Tuple)):
+        parts = space.items() if isinstance(space, gym.spaces.Dict) else enumerate(space)
+        return torch.cat([features(part, value[str(key)]) for key, part in parts], -1)
     if isinstance(space, gym.spaces.Discrete):
         return nn.functional.one_hot(value - int(space.start), int(space.n)).float()
     if isinstance(space, gym.spaces.MultiDiscrete):
@@ -133,9 +109,7 @@ def features(space: gym.Space[Any], value: Any) -> Tensor:
 class ActorCritic(nn.Module):
     """[13] Policy and value in two networks of two tanh layers each."""
 
-    def __init__(
-        self, observation_space: gym.Space[Any], action_space: gym.Space[Any], hidden: int
-    ) -> None:
+    def __init__(self, observation_space: Space, action_space: Space, hidden: int) -> None:
         super().__init__()
         if not isinstance(action_space, (gym.spaces.Discrete, gym.spaces.Box)):
             raise ValueError(f"the action space must be Discrete or a Box, got {action_space}")
@@ -143,22 +117,19 @@ class ActorCritic(nn.Module):
         self.discrete = isinstance(action_space, gym.spaces.Discrete)
         self.action_shape = action_space.shape or ()
         inputs, outputs = gym.spaces.flatdim(observation_space), gym.spaces.flatdim(action_space)
-        self.actor, self.critic = (
-            network(inputs, hidden, outputs, 0.01),
-            network(inputs, hidden, 1, 1.0),
-        )
-        # [c 2] The deviation does not depend on the state; [c 3] an action's parts are independent.
+        self.actor = network(inputs, hidden, outputs, last_std=0.01)
+        self.critic = network(inputs, hidden, 1, last_std=1.0)
+        # [c 2] No function of the state; [c 3] an action's parts are independent.
         self.log_std = nn.Parameter(torch.zeros(self.action_shape), requires_grad=not self.discrete)
 
     def policy(self, observation: Any) -> Tensor:
         """Logits [..., n], or the mean of the action [..., *shape]."""
-        output: Tensor = self.actor(features(self.space, observation))
+        output = self.actor(features(self.space, observation))
         return output if self.discrete else output.unflatten(-1, self.action_shape)
 
     def value(self, observation: Any) -> Tensor:
         """Value of a state, [...]."""
-        value: Tensor = self.critic(features(self.space, observation)).squeeze(-1)
-        return value
+        return self.critic(features(self.space, observation)).squeeze(-1)
 
     def distribution(self, output: Tensor) -> Distribution:
         """The distribution of actions for what `policy` gave."""
@@ -185,7 +156,7 @@ class PPO(gymtask.ReinforcementLearningTask[PPOConfig, ActorCritic]):
         return ActorCritic(spaces.observation_space, spaces.action_space, self.config.hidden)
 
     def get_optimizers(self, model: ActorCritic) -> Optimizer:
-        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        parameters = filter(lambda parameter: parameter.requires_grad, model.parameters())
         return Adam(parameters, lr=self.config.learning_rate, eps=1e-5)  # [3]
 
     def get_lr_schedulers(self, optimizers: Mapping[str, Optimizer]) -> Sequence[LambdaLR]:
@@ -230,20 +201,17 @@ class PPO(gymtask.ReinforcementLearningTask[PPOConfig, ActorCritic]):
         return list(rows.split(lengths))
 
     def run_model(self, model: ActorCritic, batch: TensorDict, state: gymtask.State) -> Output:
-        output: Output = model(batch["observation"])
-        return output
+        return model(batch["observation"])
 
     def compute_loss(
         self, model: ActorCritic, batch: TensorDict, state: gymtask.State, output: Output
     ) -> dict[str, Tensor]:
         distribution, value = output
-        clip = self.config.clip_coef
+        clip, advantage = self.config.clip_coef, batch["advantage"]
         ratio = (distribution.log_prob(batch["action"]) - batch["log_prob"]).exp()
-        advantage = batch["advantage"]
         if advantage.numel() > 1:  # [7] within the minibatch; one row alone has no deviation
             advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
-        # [8] The clipped objective.
-        surrogate = torch.min(advantage * ratio, advantage * ratio.clamp(1 - clip, 1 + clip))
+        surrogate = torch.min(advantage * ratio, advantage * ratio.clamp(1 - clip, 1 + clip))  # [8]
         old, target = batch["state_value"], batch["value_target"]
         value_loss = (value - target) ** 2
         if self.config.clip_value:  # [9]
@@ -270,7 +238,7 @@ def main() -> None:
         return  # go on with --resume and the run directory
     for optimal in (True, False):  # in fresh environments, with seeds that were not trained on
         episodes = gymtask.evaluate(task, model, num_episodes=100, optimal=optimal)
-        mean = statistics.fmean(episode.episode_return for episode in episodes)
+        mean = statistics.fmean(each.episode_return for each in episodes)
         print(f"mean return over 100 episodes, {'greedy' if optimal else 'sampled'}: {mean:.1f}")
     if arguments.clip and trainer.run_dir is not None:
         path = trainer.run_dir / "clips" / "final.mp4"

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Any
 
 import gymnasium as gym
@@ -28,46 +29,30 @@ import gymtask
 
 @dataclass
 class ReinforceConfig(gymtask.ReinforcementLearningTaskConfig):
-    """REINFORCE's own settings beside those of every task.
-
-    Attributes:
-        env_id: Id of an environment with a Box observation and a Discrete action space.
-        gamma: Discount of rewards.
-        hidden: Units of the hidden layer.
-    """
+    """REINFORCE's own settings beside those of every task."""
 
     name: str = "reinforce"
-    max_samples: int | None = (
-        490_000  # the last collection ends with whole episodes, so a little more
-    )
-    env_id: str = "CartPole-v1"
-    gamma: float = 0.99
-    hidden: int = 64
+    max_samples: int | None = 490_000  # A little more, to finish episodes.
+    env_id: str = "CartPole-v1"  # Id of an environment with Box observations and Discrete actions.
+    gamma: float = 0.99  # Discount of rewards.
+    hidden: int = 64  # Units of the hidden layer.
     environment: gymtask.EnvironmentConfig = field(
         default_factory=lambda: gymtask.EnvironmentConfig(
             num_envs=8, env_worker_mode="sync", env_seed=1
         )
     )
-    # One update for each collection, with all of its rows: the gradient is of the policy that
-    # acted.
+    # One update for each collection, with all of its rows: the gradient is of the policy that acted.
     dataset: gymtask.DatasetConfig = field(
-        default_factory=lambda: gymtask.DatasetConfig(num_update_steps=1, replacement=False)
+        default_factory=partial(gymtask.DatasetConfig, num_update_steps=1, replacement=False)
     )
     train_dl: gymtask.DataLoaderConfig = field(
-        default_factory=lambda: gymtask.DataLoaderConfig(batch_size=100_000)
+        default_factory=partial(gymtask.DataLoaderConfig, batch_size=100_000)
     )
 
 
 @dataclass
 class Arguments:
-    """Everything that can be set on the command line.
-
-    Attributes:
-        task: What is learnt, and from what.
-        trainer: How the run goes.
-        resume: A checkpoint, a run directory, or "auto", to go on with.
-        clip: Whether to film the trained policy.
-    """
+    """The command line."""
 
     task: Annotated[ReinforceConfig, tyro.conf.arg(name="")] = field(
         default_factory=ReinforceConfig
@@ -80,8 +65,8 @@ class Arguments:
             checkpoint_interval=50,
         )
     )
-    resume: str | None = None
-    clip: bool = True
+    resume: str | None = None  # A checkpoint, a run directory, or "auto", to go on with.
+    clip: bool = True  # Whether to film the trained policy.
 
 
 class Reinforce(gymtask.ReinforcementLearningTask[ReinforceConfig, nn.Sequential]):

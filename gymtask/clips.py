@@ -37,7 +37,7 @@ class Clip:
         images: Whether it is rendered.
 
     Attributes:
-        environment: The environment, made for this clip alone.
+        environment: The environment, made for this clip alone; the caller closes it.
 
     Raises:
         ConfigurationError: It is to be rendered, and the environment gives no pictures.
@@ -104,19 +104,16 @@ class Clip:
             standardize: Whether pictures become uint8 [H, W, 3].
         """
         environment = self.environment
-        try:
-            state = environment.reset(seed=self._seed)
-            carry = {} if self._actor is None else dict(self._actor.initial_carry)
+        state = environment.reset(seed=self._seed)
+        carry = {} if self._actor is None else dict(self._actor.initial_carry)
+        self._observe(state, carry)
+        yield self._picture(standardize)
+        while not environment.terminated(state) and self._length < self._max_steps:
+            action = self._choose(carry)
+            state = environment.step(action)
+            self._record(state)
             self._observe(state, carry)
             yield self._picture(standardize)
-            while not environment.terminated(state) and self._length < self._max_steps:
-                action = self._choose(carry)
-                state = environment.step(action)
-                self._record(state)
-                self._observe(state, carry)
-                yield self._picture(standardize)
-        finally:
-            environment.close()
 
     def states(self) -> TensorDict:
         """The rows played so far, TensorDict [L]."""

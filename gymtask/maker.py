@@ -98,7 +98,7 @@ class EnvironmentMaker:
             env=source,
             wrappers=tuple(wrappers),
             render_mode=render_mode,
-            max_episode_steps=max_episode_steps,
+            max_episode_steps=None if max_episode_steps is None else int(max_episode_steps),
             info_keys=tuple(info_keys),
             keep_float64=keep_float64,
             kwargs=dict(kwargs or {}),
@@ -266,7 +266,10 @@ def takes_keyword(function: Callable[..., Any], keyword: str) -> bool:
         return False
     return any(
         parameter.kind is parameter.VAR_KEYWORD
-        or (parameter.name == keyword and parameter.kind is not parameter.POSITIONAL_ONLY)
+        or (
+            parameter.name == keyword
+            and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        )
         for parameter in parameters
     )
 

@@ -12,6 +12,7 @@ import av
 import numpy as np
 import pytest
 import torch
+from gymnasium import spaces
 from PIL import Image
 from tensordict import TensorDict
 from torch import Tensor
@@ -163,12 +164,46 @@ class TestStates:
             assert states["memory"].tolist() == [[5], [7], [9]]
             assert states["next", "memory"].tolist() == [[7], [9], [11]]
 
+    def test_float64_is_kept_on_request(self) -> None:
+        class Fine(ScriptedEnv):
+            def __init__(self, **keywords: Any) -> None:
+                super().__init__(**keywords)
+                self.observation_space = spaces.Box(-1e6, 1e6, (3,), np.float64)
+
+        seen = set()
+
+        def act(states: TensorDict) -> Tensor:
+            seen.add(states["observation"].dtype)
+            return torch.ones(1, dtype=torch.int64)
+
+        for keep, kind in [(False, torch.float32), (True, torch.float64)]:
+            task = film_task(Fine, act, keep_float64=keep)
+            states = task.sample_clip(model=MODEL, return_images=False, return_states=True)
+            assert states["observation"].dtype == states["next", "observation"].dtype == kind
+            assert seen == {kind}
+            seen.clear()
+
+    def test_hold_infos_as_they_were(self) -> None:
+        class Refilling(ScriptedEnv):
+            array = np.zeros(1)
+
+            def step(self, action: Any) -> Any:
+                *rest, _ = super().step(action)
+                self.array[:] = self.num_steps
+                return (*rest, {"x": self.array})
+
+        task = film_task(Refilling, info_keys=("x",))
+        states = task.sample_clip(model=MODEL, return_images=False, return_states=True)
+        assert states["next", "info", "x"].tolist() == [[1], [2], [3]]
+
     def test_do_not_change_with_the_states_that_the_policy_saw(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("GYMTASK_DEBUG", "1")
+        kept = []
 
         def act(states: TensorDict) -> TensorDict:
+            kept.append(states["observation"])
             content = {"action": states["step"] % 2, "seen": states["observation"]}
             return TensorDict(content, batch_size=states.batch_size)
 
@@ -177,6 +212,7 @@ class TestStates:
         )
         assert torch.equal(states["seen"], states["observation"])
         assert states["next", "observation"][:, 2].tolist() == [0, 1, 0]
+        assert all(observation.isnan().all() for observation in kept)
 
 
 class TestFiles:

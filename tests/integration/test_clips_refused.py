@@ -57,6 +57,17 @@ class TestArguments:
         assert films(tmp_path) == ["folder.mp4"]
         assert task.num_clips == 0
 
+    def test_the_environment_is_closed_when_no_file_can_be_written(self, tmp_path: Path) -> None:
+        closed = []
+
+        class Closing(Unmoved):
+            def close(self) -> None:
+                closed.append(True)
+
+        with pytest.raises(ConfigurationError):
+            film_task(Closing).sample_clip(model=MODEL, save_path=tmp_path / "a.txt")
+        assert closed == [True]
+
     def test_get_environment_must_return_an_environment(self) -> None:
         task = make_task(get_environment=lambda self: gym.make("CartPole-v1"))
         with pytest.raises(HookError, match=r"must return a gymtask\.Environment, got <"):

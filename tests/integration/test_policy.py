@@ -134,7 +134,7 @@ def test_a_tensordict_module_that_writes_into_states_works_and_leaves_no_key_beh
         (
             lambda s: torch.tensor([0, 2]),
             ActionError,
-            r"`action` must lie in 0 to 1 .*got \[0, 2\]",
+            r"`action` must lie in 0 to 1.*got \[0, 2\]",
         ),
         (lambda s: torch.tensor([0, -1]), ActionError, r"`action` must lie in 0 to 1"),
         (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import re
@@ -488,6 +489,12 @@ class _abandoned_threads:  # noqa: N801
         self._catch.__exit__()
 
 
+def end(pids: list[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
 class TestChildrenOfEnvironments:
     @pytest.fixture(params=[True, False], ids=["daemon", "not daemon"])
     def opened(self, request: pytest.FixtureRequest) -> Iterator[Any]:
@@ -507,9 +514,8 @@ class TestChildrenOfEnvironments:
         own_session = children[1::2] if len(children) == 4 else children[1::3]
         rest = sorted(set(children) - set(own_session))
         assert wait_for(lambda: not any(map(is_running, rest)), 1.0)
-        # Those that left their worker's session stay until no pool is open; test_processes.py.
-        for pid in own_session:
-            os.kill(pid, signal.SIGKILL)
+        # The others end when no pool is open any more; see test_pool_processes.py.
+        end(own_session)
 
     def test_are_gone_after_a_worker_died(self, opened: Any) -> None:
         pool, children = opened
@@ -517,9 +523,7 @@ class TestChildrenOfEnvironments:
         with pytest.raises(WorkerDiedError):
             step_all(pool)
         assert wait_for(lambda: not is_running(children[0]), 1.0)
-        for pid in children:
-            if is_running(pid):
-                os.kill(pid, signal.SIGKILL)
+        end(children)
 
 
 class TestWorkerProcesses:

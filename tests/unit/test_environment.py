@@ -235,16 +235,16 @@ class TestOrderOfCalls:
         with pytest.raises(PoolStateError, match=r"no episode was begun; call reset\(\) first"):
             scripted.step(0)
 
-    def test_a_step_after_the_end_is_refused_until_the_next_reset(
-        self, scripted: gymtask.Environment
-    ) -> None:
-        scripted.reset()
-        for _ in range(3):
-            scripted.step(0)
-        with pytest.raises(PoolStateError, match=r"the episode has ended; call reset\(\) first"):
-            scripted.step(0)
-        scripted.reset()
-        assert scripted.step(0)["step"].item() == 1
+    @pytest.mark.parametrize("end", ["terminated", "truncated", "both"])
+    def test_a_step_after_the_end_is_refused_until_the_next_reset(self, end: str) -> None:
+        with gymtask.Environment(ScriptedEnv, lengths=3, end=end) as environment:
+            environment.reset()
+            for _ in range(3):
+                environment.step(0)
+            with pytest.raises(PoolStateError, match=r"has ended; call reset\(\) first"):
+                environment.step(0)
+            environment.reset()
+            assert environment.step(0)["step"].item() == 1
 
     def test_a_step_after_close_is_refused_and_makes_nothing(self) -> None:
         environment = gymtask.Environment(Spy)

@@ -67,12 +67,19 @@ class TestLife:
 
     @pytest.mark.parametrize("role", ["observation_space", "action_space"])
     def test_one_whose_space_cannot_be_stored_is_refused_again_and_again(self, role: str) -> None:
-        environment = gymtask.Environment(Spy, **{role: spaces.Text(5)})
+        made = []
+
+        def make() -> Spy:
+            made.append(Spy(**{role: spaces.Text(5)}))
+            return made[-1]
+
+        environment = gymtask.Environment(make)
         for _ in range(2):
             with pytest.raises(SpaceError, match="got Text"):
                 environment.reset()
             with pytest.raises(SpaceError, match="got Text"):
                 _ = environment.observation_space
+        assert [env.num_closed for env in made] == [1, 1, 1, 1]
 
     def test_the_recipe_alone_is_pickled(self) -> None:
         with gymtask.Environment(ScriptedEnv, lengths=[2], info_keys=("t",)) as environment:
