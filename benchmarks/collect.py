@@ -144,10 +144,20 @@ class Task(gymtask.ReinforcementLearningTask):
             return gymtask.sampling.categorical(output, states)
         return gymtask.sampling.gaussian(output, model.log_std.exp(), states)
 
+    def run_model(self, model: nn.Module, batch: TensorDict, state: gymtask.State) -> None:
+        """Not used: nothing is learnt here."""
+
+    def compute_loss(
+        self, model: nn.Module, batch: TensorDict, state: gymtask.State, output: Any
+    ) -> Tensor:
+        return torch.zeros(())
+
+
+class SamplingTask(Task):
+    """Draws actions with gymtask's sampler, and log-probabilities once for the collection."""
+
     def postprocess_trajectories(self, trajectories: list[TensorDict]) -> list[TensorDict]:
         """Log-probabilities in one pass over the whole collection."""
-        if self.engine_only:
-            return trajectories
         rows = torch.cat(trajectories)
         with torch.no_grad():
             output = self.policy.net(rows["observation"])
@@ -161,14 +171,6 @@ class Task(gymtask.ReinforcementLearningTask):
         ):
             trajectory["log_prob"] = part
         return trajectories
-
-    def run_model(self, model: nn.Module, batch: TensorDict, state: gymtask.State) -> None:
-        """Not used: nothing is learnt here."""
-
-    def compute_loss(
-        self, model: nn.Module, batch: TensorDict, state: gymtask.State, output: Any
-    ) -> Tensor:
-        return torch.zeros(())
 
 
 def gymtask_rollout(
@@ -188,7 +190,7 @@ def gymtask_rollout(
     config = gymtask.ReinforcementLearningTaskConfig(
         name="bench", environment=environment, dataset=dataset
     )
-    task = Task(config, env_id, engine_only)
+    task = (Task if engine_only else SamplingTask)(config, env_id, engine_only)
     object.__setattr__(task, "policy", policy)
     pool = task.get_worker_pool()
 

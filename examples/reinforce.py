@@ -33,7 +33,7 @@ class ReinforceConfig(gymtask.ReinforcementLearningTaskConfig):
 
     name: str = "reinforce"
     max_samples: int | None = 490_000  # A little more, to finish episodes.
-    env_id: str = "CartPole-v1"  # Id of an environment with Box observations and Discrete actions.
+    env_id: str = "CartPole-v1"  # Its spaces must be Box and Discrete.
     gamma: float = 0.99  # Discount of rewards.
     hidden: int = 64  # Units of the hidden layer.
     environment: gymtask.EnvironmentConfig = field(
@@ -41,7 +41,7 @@ class ReinforceConfig(gymtask.ReinforcementLearningTaskConfig):
             num_envs=8, env_worker_mode="sync", env_seed=1
         )
     )
-    # One update for each collection, with all of its rows: the gradient is of the policy that acted.
+    # One update for each collection, with all of its rows: the gradient of the policy that acted.
     dataset: gymtask.DatasetConfig = field(
         default_factory=partial(gymtask.DatasetConfig, num_update_steps=1, replacement=False)
     )

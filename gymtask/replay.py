@@ -34,6 +34,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from gymtask.config import raise_if_any, require_bool, require_int
 from gymtask.errors import ConfigurationError, WindowError
+from gymtask.windows import window_rows, window_span, window_starts
 
 __all__ = ["EpisodeRecord", "MultiReplaySamples", "ReplayDataset", "ReplaySamples"]
 
@@ -51,34 +52,6 @@ class EpisodeRecord:
     length: int
     terminated: bool
     truncated: bool
-
-
-def window_span(clip_size: int, stride: int) -> int:
-    """Returns the number of rows from the first to the last of a window, both counted."""
-    return (clip_size - 1) * stride + 1
-
-
-def window_starts(lengths: Tensor, clip_size: int, stride: int) -> Tensor:
-    """Returns the store row on which each window starts, int64 [number of windows], rising.
-
-    `lengths` has the rows of each piece, int64 [P], in the order of the store.
-    """
-    # Windows of piece p: one per row that has the rest of the span after it in the same piece.
-    counts = (lengths - window_span(clip_size, stride) + 1).clamp(min=0)
-    # The store row on which piece p begins: the rows of all pieces before it.
-    first_rows = lengths.cumsum(0) - lengths
-    # Number all windows 0, 1, 2, ... through the store; this is the number of piece p's first.
-    first_windows = counts.cumsum(0) - counts
-    # Window k of all is window k - first_windows[p] of its piece p, so it starts on row
-    # first_rows[p] + (k - first_windows[p]). Without k that is one number a piece; repeat it
-    # for each window of the piece (never, where there are none), and add k.
-    shifts = (first_rows - first_windows).repeat_interleave(counts)
-    return torch.arange(len(shifts)) + shifts
-
-
-def window_rows(starts: Tensor, clip_size: int, stride: int) -> Tensor:
-    """Returns the store rows of windows, int64 [B, W], for `starts` [B] (or [W], for one start)."""
-    return starts.unsqueeze(-1) + torch.arange(clip_size) * stride
 
 
 def _leaves(samples: TensorDictBase) -> Leaves:
@@ -240,9 +213,39 @@ class MultiReplaySamples:
         pieces = [piece.samples if isinstance(piece, ReplaySamples) else piece for piece in samples]
         for number, piece in enumerate(pieces):
             raise_if_any(list(_piece_problems(f"samples[{number}]", piece)))
-        self._store = _join(pieces)
-        self._lengths = torch.tensor([len(piece) for piece in pieces], dtype=torch.int64)
-        self.num_transitions = len(self._store)
+        self._set(_join(pieces), [len(piece) for piece in pieces], num_dropped, episodes)
+
+    @classmethod
+    def from_rows(
+        cls,
+        rows: TensorDict,
+        lengths: Sequence[int],
+        *,
+        num_dropped: int = 0,
+        episodes: Iterable[EpisodeRecord] = (),
+    ) -> MultiReplaySamples:
+        """The same from rows [sum T] that lie end to end already; they become the store, uncopied.
+
+        `lengths` has the rows of each piece.
+        """
+        if sum(lengths) != len(rows) or min(lengths, default=1) < 1:
+            raise ConfigurationError(
+                f"`lengths` must be positive and add up to the {len(rows)} rows, got {lengths}"
+            )
+        samples = cls.__new__(cls)
+        samples._set(rows, lengths, num_dropped, episodes)
+        return samples
+
+    def _set(
+        self,
+        store: TensorDict,
+        lengths: Sequence[int],
+        num_dropped: int,
+        episodes: Iterable[EpisodeRecord],
+    ) -> None:
+        self._store = store
+        self._lengths = torch.tensor(lengths, dtype=torch.int64)
+        self.num_transitions = len(store)
         self.num_dropped = num_dropped
         self.episodes = list(episodes)
 

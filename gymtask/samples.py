@@ -70,34 +70,35 @@ def collect_samples(
                 collection.accept()
                 pieces.append(piece)
         pieces.sort(key=lambda piece: (piece.env_id, piece.first_run_step))
-        trajectories = _postprocess(task, model, pieces, pool)
+        samples = _postprocess(task, model, pieces, pool)
     except BaseException:
-        rollout.done_pieces.extendleft(
-            reversed(pieces)
-        )  # rows that nobody was given are the next call's first
+        # Rows that nobody was given are the next call's first.
+        rollout.done_pieces.extendleft(reversed(pieces))
         raise
-    episodes, rollout.episodes = rollout.episodes, []
-    return MultiReplaySamples(trajectories, num_dropped=collection.num_dropped, episodes=episodes)
+    samples.num_dropped = collection.num_dropped
+    samples.episodes, rollout.episodes = rollout.episodes, []
+    return samples
 
 
 def _postprocess(
     task: ReinforcementLearningTask[Any, Any], model: Any, pieces: Sequence[Piece], pool: WorkerPool
-) -> list[TensorDictBase]:
+) -> MultiReplaySamples:
     if not pieces:
-        return []
-    everything = _with_values(task, model, pieces, pool)
-    trajectories: list[TensorDictBase] = list(everything.split([piece.length for piece in pieces]))
+        return MultiReplaySamples([])
+    rows, lengths = _with_values(task, model, pieces, pool), [piece.length for piece in pieces]
+    hooks = ("postprocess_trajectory", "postprocess_trajectories")
+    if not any(overrides(task, hook) for hook in hooks):
+        return MultiReplaySamples.from_rows(rows, lengths)
+    trajectories: list[TensorDictBase] = list(rows.split(lengths))
     if overrides(task, "postprocess_trajectory"):
         trajectories = [
-            checked_trajectory(
-                "postprocess_trajectory", each, task.postprocess_trajectory(_owned(each))
-            )
+            checked_trajectory(hooks[0], each, task.postprocess_trajectory(_owned(each)))
             for each in trajectories
         ]
     if overrides(task, "postprocess_trajectories"):
         given = [_owned(each) for each in trajectories]
         trajectories = checked_trajectories(trajectories, task.postprocess_trajectories(given))
-    return trajectories
+    return MultiReplaySamples(trajectories)
 
 
 def _owned(trajectory: TensorDictBase) -> TensorDict:

@@ -225,12 +225,13 @@ def checked_trajectories(before: Sequence[TensorDictBase], after: object) -> lis
         )
     checked = [checked_trajectory(name, old, new) for old, new in zip(before, after, strict=True)]
     for place, (old, new) in enumerate(zip(before, checked, strict=True)):
-        both = set(old.keys()) & set(new.keys())  # a hook may take keys away
         for key in ("trajectory_id", "step"):
-            stood, stands = (each[key][:1].tolist() if key in both else None for each in (old, new))
-            if stood != stands:
+            stood, stands = old.get(key, None), new.get(key, None)
+            if stood is stands or stood is None or stands is None:  # a hook may take keys away
+                continue
+            if not torch.equal(stood[:1], stands[:1]):
                 raise HookError(
-                    f"`{name}` must keep the order of trajectories, got one that begins with {key} "
-                    f"{stands} at place {place}, where {stood} stood"
+                    f"`{name}` must keep the order of trajectories, got one that begins with {key}"
+                    f" {stands[:1].tolist()} at place {place}, where {stood[:1].tolist()} stood"
                 )
     return checked

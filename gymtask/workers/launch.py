@@ -124,10 +124,6 @@ class ForkServer:
         self._lock = threading.RLock()
 
 
-server = ForkServer()
-os.register_at_fork(after_in_child=server.forget)
-
-
 class _Popen(popen_forkserver.Popen):
     """As the standard one, with our server, and without the order to import `__main__`."""
 
@@ -198,3 +194,7 @@ class WorkerProcess(process.BaseProcess):
         process_obj: process.BaseProcess,
     ) -> _Popen:
         return _Popen(process_obj)
+
+
+server = ForkServer()
+os.register_at_fork(after_in_child=server.forget)

@@ -1,4 +1,4 @@
-"""Each bad input gives one error that names the thing, the rule and the value, before anything runs."""
+"""Each bad input gives one error that names the thing, the rule and the value, early."""
 
 from __future__ import annotations
 

@@ -15,13 +15,8 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from gymtask.errors import ConfigurationError, WindowError
-from gymtask.replay import (
-    MultiReplaySamples,
-    ReplayDataset,
-    window_rows,
-    window_span,
-    window_starts,
-)
+from gymtask.replay import MultiReplaySamples, ReplayDataset
+from gymtask.windows import window_rows, window_span, window_starts
 
 Window = tuple[int, ...]
 

@@ -23,7 +23,7 @@ ABOVE_THE_LINE = [
 ]
 ORDER = [
     "errors", "config", "maker", "workers", "spaces", "video", "environment", "trajectory",
-    "sampling", "options", "plan", "acting", "replay", "rollout", "collector", "samples",
+    "sampling", "options", "plan", "acting", "windows", "replay", "rollout", "collector", "samples",
     "returns", "clips", "hooks", "task", "training", "trainer", "testing",
 ]  # fmt: skip
 """Imports go from later names to earlier ones only, but for type annotations."""
