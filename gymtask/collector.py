@@ -147,9 +147,9 @@ class Collection:
         rollout.write_states(env_ids, actor)
         answer = actor.act(env_ids)
         rollout.add_answer(env_ids, answer)
-        actor.release(len(env_ids))
         for target, values in zip(slots.action, actor.codec.decode(answer.actions), strict=True):
             target[env_ids] = values
+        actor.release(len(env_ids))  # only now: the answer may share memory with the states
         self._pool.post(env_ids)
         rollout.num_posted = self._pool.num_posted
 

@@ -224,10 +224,7 @@ class MultiReplaySamples:
         num_dropped: int = 0,
         episodes: Iterable[EpisodeRecord] = (),
     ) -> MultiReplaySamples:
-        """The same from rows [sum T] that lie end to end already; they become the store, uncopied.
-
-        `lengths` has the rows of each piece.
-        """
+        """The same from rows [sum T] that lie end to end: they become the store, uncopied."""
         if sum(lengths) != len(rows) or min(lengths, default=1) < 1:
             raise ConfigurationError(
                 f"`lengths` must be positive and add up to the {len(rows)} rows, got {lengths}"

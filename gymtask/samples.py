@@ -103,8 +103,7 @@ def _postprocess(
 
 def _owned(trajectory: TensorDictBase) -> TensorDict:
     """The same tensors in a TensorDict of its own, to which a hook may add."""
-    copy = trajectory.copy()
-    assert isinstance(copy, TensorDict)
+    copy: TensorDict = trajectory.copy()
     return copy
 
 

@@ -17,7 +17,7 @@ from lightning_fabric import Fabric
 from torch import Tensor, nn
 
 from gymtask.config import raise_if_any
-from gymtask.environment import require_rgb_array
+from gymtask.environment import Environment, require_rgb_array
 from gymtask.errors import CollectionInterrupted, ConfigurationError, HookError, WindowError
 from gymtask.replay import MultiReplaySamples
 from gymtask.task import ReinforcementLearningTask, State
@@ -313,11 +313,8 @@ def _check_fit(config: TrainerConfig, task: ReinforcementLearningTask[Any, Any])
     raise_if_any(list(fit_problems(config.sampling, task.config, num_envs)))
     if config.clip_interval is not None:
         maker = task.get_environment_cached().maker
-        env = maker.with_render_mode("rgb_array")()
-        try:
-            require_rgb_array(env, maker)
-        finally:
-            env.close()
+        with Environment.from_maker(maker.with_render_mode("rgb_array")) as environment:
+            require_rgb_array(environment.env, maker)
     return num_envs
 
 

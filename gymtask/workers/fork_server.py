@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 MAX_DESCRIPTORS = 16  # of one request
-PATIENCE = 1.0  # seconds that killed processes get to disappear
+PATIENCE = 0.4  # seconds that killed processes get to disappear
 PRELOAD = ("gymtask.workers.worker_main", "gymtask.workers.launch")
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # from <sys/prctl.h>
 
@@ -196,7 +196,7 @@ def _kill_group(pid: int) -> None:
 
 def _wait_for_group(group: int) -> None:
     """Waits until the killed members of a group are gone; as orphans they are children of ours."""
-    deadline = time.monotonic() + PATIENCE / 2
+    deadline = time.monotonic() + PATIENCE
     with contextlib.suppress(ProcessLookupError, PermissionError):
         while time.monotonic() < deadline:
             os.killpg(group, 0)

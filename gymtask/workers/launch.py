@@ -102,8 +102,8 @@ class ForkServer:
             return
         self._control.close()
         try:
-            self._process.wait(3 * PATIENCE)
-        except subprocess.TimeoutExpired:  # it is stopped, or the machine stands still
+            self._process.wait(PATIENCE + 0.1)
+        except subprocess.TimeoutExpired:  # somebody stopped it, or the machine stands still
             self._process.kill()
             self._process.wait()
         self._control = self._process = None
@@ -170,7 +170,7 @@ def _preparation(name: str) -> dict[str, Any]:
 
 def _sys_path() -> list[str]:
     original = getattr(process, "ORIGINAL_DIR", None)
-    return [original if entry == "" and original else entry for entry in sys.path]
+    return [original if entry == "" and original else str(entry) for entry in sys.path]
 
 
 def _close_all(*descriptors: int) -> None:

@@ -8,7 +8,7 @@ space.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -64,6 +64,9 @@ def space_leaves(space: Space, role: str, path: Path = ()) -> list[Leaf]:
     """
     parts = children(space)
     if parts is not None:
+        for key, _ in parts:
+            if not isinstance(key, str):
+                raise SpaceError(f"keys of the {role} space must be strings, got {key!r}")
         return [leaf for key, part in parts for leaf in space_leaves(part, role, (*path, key))]
     kinds = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
     if not isinstance(space, kinds):
@@ -138,7 +141,12 @@ def checked_value(value: Any, shape: tuple[int, ...], dtype: np.dtype[Any], path
         ObservationError: The shape is another one, or the cast would lose the kind (floats to
             integers, say) or the value of an integer.
     """
-    found = np.asarray(value)
+    try:
+        found = np.asarray(value)
+    except ValueError as error:  # lists of different lengths
+        raise ObservationError(
+            f"{_where(path)} must have shape {shape}, got {value!r:.80}"
+        ) from error
     if found.shape != shape:
         raise ObservationError(f"{_where(path)} must have shape {shape}, got shape {found.shape}")
     if not castable(found.dtype, dtype):
@@ -165,7 +173,7 @@ def castable(given: np.dtype[Any], dtype: np.dtype[Any]) -> bool:
 def _dict_writer(writers: list[tuple[str, Writer]], path: Path) -> Writer:
     def write(index: int, value: Any) -> None:
         try:
-            if len(value) != len(writers):
+            if not isinstance(value, Mapping) or len(value) != len(writers):
                 raise KeyError
             for key, part in writers:
                 part(index, value[key])
@@ -203,8 +211,8 @@ def make_reader(space: Space, arrays: Sequence[Array]) -> Reader:
     parts = children(space)
     if parts is None:
         array = arrays[0]
-        if isinstance(space, spaces.Discrete):
-            return array.__getitem__  # a numpy integer, as from sample()
+        if array.ndim == 1 and array.dtype.kind in "iub":
+            return array.__getitem__  # a numpy scalar, as from sample()
         return lambda index: array[index : index + 1].copy().reshape(array.shape[1:])
     readers: list[tuple[str, Reader]] = []
     start = 0

@@ -257,7 +257,7 @@ class ProcessPool(WorkerPool):
         asleep = select.select([handle.go], [], [], 0)[0]
         stepping = [index for index in handle.running if self.slots.requested[index]]
         where = f" in step() of environment {min(stepping)}" if stepping and not asleep else ""
-        handle.process.join(PATIENCE)
+        handle.process.join(2 * PATIENCE)
         how = _how(handle.process.exitcode)
         self.close(0.0)
         raise WorkerDiedError(
