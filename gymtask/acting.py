@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from gymtask.task import ReinforcementLearningTask
 
 
+COUNTERS = ("step", "run_step", "trajectory_id")
 _NOT_RETURNED = RESERVED_KEYS - {"next"}
 
 
@@ -62,6 +63,8 @@ class Actor:
         observation_columns: The leaves of the observation, as stored.
         carry_columns: The keys of `get_initial_carry`.
         initial_carry: For each of them the value at an episode's start.
+        arrays: What the policy sees, by key, [capacity, ...].
+        counters: Of these step, run_step and trajectory_id, int64 [3, capacity].
     """
 
     def __init__(
@@ -95,8 +98,10 @@ class Actor:
             column.key: np.zeros((capacity, *column.shape), column.dtype)
             for column in [*self.observation_columns, *self.carry_columns]
         }
-        for name in STATE_KEYS:
-            self.arrays[(name,)] = np.zeros(capacity, bool if name == "is_init" else np.int64)
+        self.counters: Array = np.zeros((len(COUNTERS), capacity), np.int64)
+        self.arrays |= {(name,): row for name, row in zip(COUNTERS, self.counters, strict=True)}
+        self.arrays["is_init",] = np.zeros(capacity, bool)
+        self.arrays["env_id",] = np.zeros(capacity, np.int64)
         self._views: dict[int, TensorDict] = {}
 
     def _read_carry(self) -> None:
@@ -122,6 +127,8 @@ class Actor:
     def act(self, env_ids: Array) -> Answer:
         """Calls the policy for environments whose states lie in the first n rows of `arrays`.
 
+        The caller holds `eval_mode`.
+
         Raises:
             ActionError: The actions do not fit; no environment has moved.
             HookError: Something else in what it returned breaks its contract.
@@ -129,11 +136,15 @@ class Actor:
         n = len(env_ids)
         base = self._view(n)
         states: TensorDictBase = base if self._device is None else base.to(self._device)
-        self._noise.begin(states, env_ids, self.arrays[("run_step",)][:n])
+        self._noise.begin(states, env_ids, self.counters[1, :n])
+        gradients = torch.is_grad_enabled()
         try:
-            with torch.no_grad():
-                returned = self._task.get_actions(self._model, states, self._optimal)
+            # As torch.no_grad() does, for a quarter of its time. Not around the whole loop: an
+            # environment in this process may need gradients of its own.
+            torch.set_grad_enabled(False)
+            returned = self._task.get_actions(self._model, states, self._optimal)
         finally:
+            torch.set_grad_enabled(gradients)
             self._noise.end()
         return self._read_answer(returned, states, n)
 
@@ -166,10 +177,11 @@ class Actor:
             self._views[n] = view
         return view
 
-    def _read_answer(self, returned: object, states: TensorDictBase, n: int) -> Answer:
-        if isinstance(returned, Tensor) and not self.carry_columns:
+    def _read_answer(self, returned: Any, states: TensorDictBase, n: int) -> Answer:
+        kind = type(returned)
+        if (kind is Tensor or isinstance(returned, Tensor)) and not self.carry_columns:
             return Answer(self.codec.encode(returned, n), {}, {})
-        if not isinstance(returned, TensorDictBase):
+        if kind is not TensorDict and not isinstance(returned, TensorDictBase):
             needed = ' with "action" and ("next", key) for each carry' if self.carry_columns else ""
             raise HookError(
                 f"`get_actions` must return a Tensor or a TensorDict{needed}, got"
@@ -232,6 +244,9 @@ class Actor:
 
 
 def _flatten_into(found: dict[Key, Array], key: Key, value: Any, n: int) -> None:
+    if type(value) is Tensor and value.ndim and len(value) == n:  # nearly always
+        found[key] = to_numpy(value)
+        return
     if isinstance(value, TensorDictBase):
         for name, part in value.items():
             _flatten_into(found, (*key, name), part, n)

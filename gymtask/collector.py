@@ -8,8 +8,8 @@ becomes of rows is the `Rollout`'s.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 from tqdm import tqdm
@@ -32,7 +32,10 @@ logger = logging.getLogger(__name__)
 
 
 class Collection:
-    """One call of `iter_samples`: turns of the loop until every environment has given what it owes.
+    """One call of `iter_samples`: turns of the loop until every environment gave what it owes.
+
+    A context manager: when it is left, outstanding steps are waited for. Whoever asks for pieces
+    puts the model into eval mode.
 
     Attributes:
         rollout: The pool's open pieces.
@@ -139,6 +142,9 @@ class Collection:
             for index in np.setdiff1d(idle, admitted).tolist():
                 rollout.cut(index)
         limit = self._options.max_batch_size or len(idle)
+        if 0 < len(admitted) <= limit:
+            self._act(admitted)
+            return
         for start in range(0, len(admitted), limit):
             self._act(admitted[start : start + limit])
 
@@ -164,50 +170,49 @@ class Collection:
         except CollectionInterrupted:
             return  # a step takes long: the next call takes it first
 
+    # ---- pieces ----------------------------------------------------------------------------------
+
+    def next_piece(self) -> Piece | None:
+        """Goes on until a piece is whole, and gives it; None when there will be no more.
+
+        A piece that is not accepted stays with the rollout, for the next call.
+        """
+        ready, shortest = self.rollout.done_pieces, self._options.min_trajectory_length
+        while True:
+            while not ready:
+                posted = self._pool.num_posted
+                if not self.turn():
+                    return None
+                self._bar.update(self._pool.num_posted - posted)
+            if ready[0].length >= shortest:
+                return ready[0]
+            self.num_dropped += ready.popleft().length
+
     def accept(self) -> None:
-        """Takes the piece that `pieces` has just given; it would be the next call's otherwise."""
+        """Takes the piece that `next_piece` has just given."""
         self.rollout.done_pieces.popleft()
 
-    def pieces(self) -> Iterator[Piece]:
-        """Yields pieces as they become whole.
-
-        One that is not accepted stays with the rollout.
-        """
-        bar = tqdm(
+    def __enter__(self) -> Self:
+        self.rollout.in_use = True
+        self._bar = tqdm(
             total=self._options.total_samples,
             unit="step",
             desc="collect",
             leave=False,
             disable=not self._options.use_tqdm,
         )
-        ready = self.rollout.done_pieces
-        self.rollout.in_use = True
-        try:
-            while True:
-                with eval_mode(self._model):
-                    going = True
-                    while not ready and going:
-                        posted = self._pool.num_posted
-                        going = self.turn()
-                        bar.update(self._pool.num_posted - posted)
-                if not ready:
-                    return
-                piece = ready[0]
-                if piece.length < self._options.min_trajectory_length:
-                    self.num_dropped += piece.length
-                    ready.popleft()
-                else:
-                    yield piece
-        finally:
-            bar.close()
-            self.rollout.in_use = False
-            self.drain()
-            if self.num_dropped:
-                logger.info(
-                    "left out %d rows of pieces shorter than min_trajectory_length=%d",
-                    self.num_dropped,
-                    self._options.min_trajectory_length,
-                )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+        self.rollout.in_use = False
+        self.drain()
+        if self.num_dropped:
+            logger.info(
+                "left out %d rows of pieces shorter than min_trajectory_length=%d",
+                self.num_dropped,
+                self._options.min_trajectory_length,
+            )
 
 
 def rollout_of(pool: WorkerPool) -> Rollout:
@@ -286,8 +291,8 @@ def run_episodes(
     pool.reset()
     options = CollectOptions(optimal=optimal, use_tqdm=False)
     collection = Collection(task, model, pool, options, EpisodeShares(shares))
-    with eval_mode(model):
-        for _ in collection.pieces():
+    with collection, eval_mode(model):
+        while collection.next_piece() is not None:
             collection.accept()
     episodes, collection.rollout.episodes = collection.rollout.episodes, []
     return sorted(episodes, key=lambda episode: (episode.env_id, episode.trajectory_id))

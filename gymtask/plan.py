@@ -56,10 +56,20 @@ class EqualShares(Plan):
 
     def __init__(self, shares: Sequence[int], whole_episodes: bool) -> None:
         self._owing: Array = np.array(shares, np.int64)
+        self._turns = 0  # rows that everybody gave and that are not taken off `_owing` yet
+        self._least = 0  # how many of these turns everybody owes, at least
         self._whole_episodes = whole_episodes
 
     @override
     def admit(self, env_ids: Array, step: Array) -> Array:
+        if len(env_ids) == len(self._owing):  # the quick way while nobody is near the end
+            if self._turns >= self._least:
+                self._settle()
+                self._least = int(self._owing.min())
+            if self._turns < self._least:
+                self._turns += 1
+                return env_ids
+        self._settle()
         goes_on = self._owing[env_ids] > 0
         if self._whole_episodes:
             goes_on |= step[env_ids] > 0
@@ -69,11 +79,17 @@ class EqualShares(Plan):
 
     @override
     def credit(self, env_id: int, rows: int) -> None:
+        self._settle()
         self._owing[env_id] -= rows
 
     @override
     def room(self, env_id: int) -> int | None:
+        self._settle()
         return None if self._whole_episodes else int(self._owing[env_id])
+
+    def _settle(self) -> None:
+        self._owing -= self._turns
+        self._turns = self._least = 0
 
 
 class FirstCome(Plan):

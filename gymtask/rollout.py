@@ -18,15 +18,14 @@ from gymtask.replay import EpisodeRecord
 from gymtask.trajectory import Key, Piece
 from gymtask.workers.layout import Array
 from gymtask.workers.pool import WorkerPool
+from gymtask.workers.slots import OUTCOME
 
 FIRST_CAPACITY = 64
 _ALL = slice(None)
+_NOWHERE: tuple[Array | None, Array] = (None, np.empty(0, np.int64))
 
-_FLAGS = {
-    ("next", "reward"): np.float32,
-    ("next", "terminated"): np.bool_,
-    ("next", "truncated"): np.bool_,
-}
+_OUTCOME: Key = ("next", "outcome")
+_OUTCOME_DTYPES = {"reward": np.float32, "terminated": np.bool_, "truncated": np.bool_}
 
 
 class Rollout:
@@ -46,13 +45,19 @@ class Rollout:
         n = pool.num_envs
         self._pool = pool
         self._info_keys = pool.workers[0].maker.info_keys
-        self.length: Array = np.zeros(n, np.int64)
-        self.step: Array = np.zeros(n, np.int64)
+        # One array, so that all four are counted on, and handed to the policy, at once.
+        self._counters: Array = np.zeros((4, n), np.int64)
+        self.length, self.step, run_step, self._trajectory_id = self._counters
+        run_step[:] = pool.run_step
+        pool.run_step = run_step  # the pool's own counter lives on in this array
+        self._trajectory_id[:] = pool.all_ids + n * pool.episode
         self.returns: Array = np.zeros(n, np.float64)
         self.done_pieces: deque[Piece] = deque()
         self.episodes: list[EpisodeRecord] = []
         self._infos: list[list[dict[str, Any]]] = [[] for _ in range(n)]
         self._capacity = FIRST_CAPACITY
+        self._longest = 0  # no piece is longer than this
+        self._placed: tuple[Array | None, Array] = _NOWHERE  # what `_places` gave last
         self._states: dict[Key, Array] = {}
         self._rows: dict[Key, Array] = {}
         self._observation_keys: list[Key] = []
@@ -94,8 +99,7 @@ class Rollout:
             actor.codec.leaves, actor.codec.dtypes, self._action_keys, strict=True
         ):
             self._rows.setdefault(key, self._table(Column(key, leaf.shape, dtype)))
-        for key, kind in _FLAGS.items():
-            self._rows.setdefault(key, self._table(Column(key, (), np.dtype(kind))))
+        self._rows.setdefault(_OUTCOME, self._table(Column(_OUTCOME, (), OUTCOME)))
         if fresh:
             for key, leaf_array in zip(
                 self._observation_keys, self._pool.slots.observation, strict=True
@@ -107,6 +111,7 @@ class Rollout:
 
     def _grow(self) -> None:
         self._capacity *= 2
+        self._placed = _NOWHERE
         for tables in (self._states, self._rows):
             for key, old in tables.items():
                 new = np.zeros((old.shape[0], self._capacity, *old.shape[2:]), old.dtype)
@@ -115,9 +120,11 @@ class Rollout:
 
     def _places(self, env_ids: Array) -> Array:
         """Where the open rows lie in a table seen as [N · capacity, ...]."""
-        # The rows of environment i begin at i · capacity, and length[i] of them are complete.
-        places: Array = env_ids * self._capacity + self.length[self._rows_of(env_ids)]
-        return places
+        if env_ids is not self._placed[0]:
+            # The rows of environment i begin at i · capacity, and length[i] of them are complete.
+            places = env_ids * self._capacity + self.length[self._rows_of(env_ids)]
+            self._placed = env_ids, places
+        return self._placed[1]
 
     def _rows_of(self, env_ids: Array) -> Any:
         """An index for `env_ids` into arrays [N, ...]: a slice, which copies nothing, for all."""
@@ -132,22 +139,21 @@ class Rollout:
         arrays = actor.arrays
         for key, table in self._states.items():
             np.take(_flat(table), places, axis=0, out=arrays[key][:n], mode="clip")
-        pool = self._pool
-        rows = self._rows_of(env_ids)
-        step = self.step[rows]
-        arrays[("step",)][:n] = step
-        arrays[("is_init",)][:n] = step == 0
+        # Step, run_step and trajectory_id; the length of the piece is not the policy's business.
+        actor.counters[:, :n] = self._counters[1:, self._rows_of(env_ids)]
+        np.equal(actor.counters[0, :n], 0, out=arrays[("is_init",)][:n])
         arrays[("env_id",)][:n] = env_ids
-        arrays[("run_step",)][:n] = pool.run_step[rows]
-        arrays[("trajectory_id",)][:n] = env_ids + pool.num_envs * pool.episode[rows]
 
     def add_answer(self, env_ids: Array, answer: Answer) -> None:
         """Stores what the policy chose for `env_ids`.
 
         Their rows are complete once their steps arrive.
         """
-        if int(self.length.max()) + 2 > self._capacity:
-            self._grow()
+        self._longest += 1
+        if self._longest + 2 > self._capacity:
+            self._longest = int(self.length.max())
+            if self._longest + 2 > self._capacity:
+                self._grow()
         places = self._places(env_ids)
         for key, rows in zip(self._action_keys, answer.actions, strict=True):
             _flat(self._rows[key])[places] = rows
@@ -163,7 +169,7 @@ class Rollout:
             _flat(table)[places] = rows
         for key, rows in answer.carries.items():
             # The carry that the next row starts from.
-            _flat(self._states[key])[places + 1] = rows
+            _flat(self._states[key])[1:][places] = rows
 
     def _learn_extras(self, answer: Answer) -> None:
         if self.length.any():
@@ -183,25 +189,22 @@ class Rollout:
         Returns:
             The environments whose episode ended; each has left a piece and begun its next episode.
         """
-        slots, pool = self._pool.slots, self._pool
+        slots = self._pool.slots
         places, rows = self._places(env_ids), self._rows_of(env_ids)
-        reward, terminated = slots.reward[rows], slots.terminated[rows]
-        truncated = slots.truncated[rows]
-        _flat(self._rows[("next", "reward")])[places] = reward
-        _flat(self._rows[("next", "terminated")])[places] = terminated
-        _flat(self._rows[("next", "truncated")])[places] = truncated
+        outcome = slots.outcome[rows]
+        _flat(self._rows[_OUTCOME])[places] = outcome
         for key, leaf in zip(self._observation_keys, slots.observation, strict=True):
             # Right for those whose episode goes on; the others' is the next episode's first, and is
             # put right below.
-            _flat(self._states[key])[places + 1] = leaf[rows]
-        self.length[rows] += 1
-        self.step[rows] += 1
-        self.returns[rows] += reward
-        pool.run_step[rows] += 1
+            _flat(self._states[key])[1:][places] = leaf[rows]
+        self._counters[:3, rows] += 1  # length, step and run_step
+        self._placed = _NOWHERE
+        self.returns[rows] += outcome["reward"]
         if self._info_keys:
             for index in env_ids:
                 self._infos[index].append(slots.infos[index])
-        ended = env_ids[terminated | truncated].tolist() if (terminated | truncated).any() else []
+        over = outcome["terminated"] | outcome["truncated"]
+        ended: list[int] = env_ids[over].tolist() if over.any() else []
         for index in ended:
             self._end_episode(index)
         return ended
@@ -212,7 +215,7 @@ class Rollout:
             self._states[key][index, length] = leaf[index]
         self.episodes.append(
             EpisodeRecord(
-                trajectory_id=self._trajectory_id(index),
+                trajectory_id=int(self._trajectory_id[index]),
                 env_id=index,
                 episode_return=float(self.returns[index]),
                 length=int(self.step[index]),
@@ -223,6 +226,7 @@ class Rollout:
         self._hand_out(index)
         self.step[index], self.returns[index] = 0, 0.0
         self._pool.episode[index] += 1
+        self._trajectory_id[index] += self._pool.num_envs
         for key, leaf in zip(self._observation_keys, slots.observation, strict=True):
             self._states[key][index, 0] = leaf[index]
         for key, value in self._initial_carry.items():
@@ -245,21 +249,26 @@ class Rollout:
         self.done_pieces.append(
             Piece(
                 env_id=index,
-                trajectory_id=self._trajectory_id(index),
+                trajectory_id=int(self._trajectory_id[index]),
                 first_step=int(self.step[index]) - length,
                 first_run_step=int(self._pool.run_step[index]) - length,
                 length=length,
                 states={
                     key: table[index, : length + 1].copy() for key, table in self._states.items()
                 },
-                rows={key: table[index, :length].copy() for key, table in self._rows.items()},
+                rows=self._rows_out(index, length),
                 infos=infos,
             )
         )
         self.length[index] = 0
+        self._placed = _NOWHERE
 
-    def _trajectory_id(self, index: int) -> int:
-        return index + self._pool.num_envs * int(self._pool.episode[index])
+    def _rows_out(self, index: int, length: int) -> dict[Key, Array]:
+        rows = {key: table[index, :length].copy() for key, table in self._rows.items()}
+        outcome = rows.pop(_OUTCOME)
+        for name, dtype in _OUTCOME_DTYPES.items():
+            rows["next", name] = outcome[name].astype(dtype)
+        return rows
 
 
 def _flat(table: Array) -> Array:

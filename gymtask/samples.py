@@ -40,18 +40,22 @@ def iter_samples(
 def _iterate(
     task: ReinforcementLearningTask[Any, Any], model: Any, pool: WorkerPool, options: CollectOptions
 ) -> Iterator[TensorDict]:
-    collection = begin(task, model, pool, options)
-    for piece in collection.pieces():
-        collection.rollout.episodes.clear()
-        trajectory: TensorDictBase = _with_values(task, model, [piece], pool)
-        if overrides(task, "postprocess_trajectory"):
-            trajectory = checked_trajectory(
-                "postprocess_trajectory",
-                trajectory,
-                task.postprocess_trajectory(_owned(trajectory)),
-            )
-        collection.accept()
-        yield _owned(trajectory)
+    with begin(task, model, pool, options) as collection:
+        while True:
+            with eval_mode(model):
+                piece = collection.next_piece()
+            if piece is None:
+                return
+            collection.rollout.episodes.clear()
+            trajectory: TensorDictBase = _with_values(task, model, [piece], pool)
+            if overrides(task, "postprocess_trajectory"):
+                trajectory = checked_trajectory(
+                    "postprocess_trajectory",
+                    trajectory,
+                    task.postprocess_trajectory(_owned(trajectory)),
+                )
+            collection.accept()
+            yield _owned(trajectory)
 
 
 def collect_samples(
@@ -65,8 +69,8 @@ def collect_samples(
     rollout = collection.rollout
     pieces: list[Piece] = []
     try:
-        with eval_mode(model):  # once for all pieces, not for each again
-            for piece in collection.pieces():
+        with collection, eval_mode(model):
+            while (piece := collection.next_piece()) is not None:
                 collection.accept()
                 pieces.append(piece)
         pieces.sort(key=lambda piece: (piece.env_id, piece.first_run_step))

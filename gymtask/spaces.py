@@ -22,6 +22,9 @@ _WIDENED: dict[str, np.dtype[Any]] = {"uint16": np.dtype(np.int32), "uint32": np
 _NUMPY_FLOATS = frozenset({torch.float16, torch.float32, torch.float64})
 
 
+MAX_LISTED = 1024  # indices of a Discrete space that are kept in a set
+
+
 def stored_dtype(dtype: np.dtype[Any], *, keep_float64: bool = False) -> np.dtype[Any]:
     """The dtype in which values of a space's dtype are stored.
 
@@ -83,6 +86,7 @@ class ActionCodec:
         self.leaves = space_leaves(space, "action")
         self._rules = [_Rule.of(leaf, clip=clip) for leaf in self.leaves]
         self.dtypes = [rule.stored for rule in self._rules]
+        self._is_leaf = children(space) is None
 
     def encode(self, action: Any, num_rows: int) -> list[Array]:
         """The rows to store, one array [n, *shape] for each leaf.
@@ -94,6 +98,8 @@ class ActionCodec:
         Raises:
             ActionError: Structure, shape, dtype or a value does not fit the action space.
         """
+        if self._is_leaf and type(action) is Tensor:
+            return [self._rules[0].encode(action, num_rows)]
         tensors = _tensors_of(self.space, action)
         return [
             rule.encode(tensor, num_rows) for rule, tensor in zip(self._rules, tensors, strict=True)
@@ -160,7 +166,7 @@ class _Rule:
         offset: What is added on the way to the environment.
         clip: Whether floats are clipped on the way to the environment.
         largest: Largest magnitude of a float that stays finite as a row, and for the environment.
-        is_index: Whether rows are indices from 0, as those of Discrete are.
+        indices: All values of a Discrete leaf, if they are not too many to be listed.
     """
 
     leaf: Leaf
@@ -171,7 +177,7 @@ class _Rule:
     offset: int
     clip: bool
     largest: np.float32
-    is_index: bool
+    indices: frozenset[int]
 
     @classmethod
     def of(cls, leaf: Leaf, *, clip: bool) -> _Rule:
@@ -183,15 +189,15 @@ class _Rule:
         # The clipped value is within the bounds, so only the row must stay finite.
         narrow = leaf.dtype == np.float16 and not clip
         largest = np.float32(np.finfo(np.float16 if narrow else np.float32).max)
-        is_index = isinstance(leaf.space, spaces.Discrete)
-        return cls(leaf, stored, tensor_dtype, low, high, offset, clip, largest, is_index)
+        listed = isinstance(leaf.space, spaces.Discrete) and leaf.space.n <= MAX_LISTED
+        indices = frozenset(range(high + 1)) if listed else frozenset[int]()
+        return cls(leaf, stored, tensor_dtype, low, high, offset, clip, largest, indices)
 
     def encode(self, value: Tensor, num_rows: int) -> Array:
         expected = (num_rows, *self.leaf.shape)
-        if self.is_index and value.dtype is torch.int64 and value.shape == expected:
+        if self.indices and value.dtype is torch.int64 and value.shape == expected:
             given = to_numpy(value)
-            # Seen as unsigned, a negative index is huge: one comparison looks at both bounds.
-            if (given.view(np.uint64) <= self.high).all():
+            if self.indices.issuperset(given.tolist()):  # a third of what numpy takes for a few
                 return given
         if value.shape != expected:
             if self.leaf.shape != () or value.shape != (num_rows, 1):

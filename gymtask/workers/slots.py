@@ -29,6 +29,8 @@ from gymtask.workers.layout import (
 )
 
 ALIGNMENT = 64  # bytes: a cache line, so that arrays written by different processes never share one
+OUTCOME = np.dtype([("reward", float), ("terminated", bool), ("truncated", bool)], align=True)
+"""What a step gives beside the observation."""
 
 
 class Slots:
@@ -43,9 +45,11 @@ class Slots:
         final_observation: Leaves [N, *shape]: the last observation of the episode, where it has
             just ended.
         action: Leaves [N, *shape]: what the environment gets, in its own dtype and units.
-        reward: float64 [N].
-        terminated: bool [N].
-        truncated: bool [N].
+        outcome: OUTCOME [N]: reward (float64), terminated and truncated (bool) of the last step in
+            one record, so that they are taken at once.
+        reward: The outcome's rewards.
+        terminated: The outcome's flags, likewise.
+        truncated: The outcome's flags, likewise.
         requested: bool [N]: whether an environment is to be stepped.
         infos: For each environment, copies of the values of the asked info keys that its last step
             gave; nothing after a reset.
@@ -65,8 +69,10 @@ class Slots:
         num_observation = len(space_leaves(observation_space, "observation"))
         self.observation = arrays[:num_observation]
         self.final_observation = arrays[num_observation : 2 * num_observation]
-        self.action = arrays[2 * num_observation : -4]
-        self.reward, self.terminated, self.truncated, self.requested = arrays[-4:]
+        self.action = arrays[2 * num_observation : -2]
+        self.outcome, self.requested = arrays[-2:]
+        self.reward = self.outcome["reward"]
+        self.terminated, self.truncated = self.outcome["terminated"], self.outcome["truncated"]
         self.infos: list[dict[str, Any]] = [{} for _ in range(num_envs)]
 
     @staticmethod
@@ -84,13 +90,8 @@ def _fields(observation_space: Space, action_space: Space) -> list[Leaf]:
     observation = space_leaves(observation_space, "observation")
     action = space_leaves(action_space, "action")
     scalars = [
-        Leaf((name,), observation_space, (), np.dtype(kind))
-        for name, kind in [
-            ("reward", float),
-            ("terminated", bool),
-            ("truncated", bool),
-            ("requested", bool),
-        ]
+        Leaf((name,), observation_space, (), kind)
+        for name, kind in [("outcome", OUTCOME), ("requested", np.dtype(bool))]
     ]
     return [*observation, *observation, *action, *scalars]
 

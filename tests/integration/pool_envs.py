@@ -5,13 +5,16 @@ Workers import this module; it must not import torch.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import threading
 import time
+import types
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import shared_memory
 from pathlib import Path
@@ -25,7 +28,7 @@ from gymtask.config import EnvironmentConfig
 from gymtask.maker import EnvironmentMaker
 from gymtask.testing import ScriptedEnv
 from gymtask.workers.pool import WorkerPool
-from gymtask.workers.worker import make_workers
+from gymtask.workers.worker import Steps, make_workers
 
 MODES = ("sync", "thread", "process")
 ASYNC_MODES = ("thread", "process")
@@ -73,6 +76,44 @@ def wait_for(condition: Callable[[], Any], seconds: float = 20.0) -> bool:
             return False
         time.sleep(0.005)
     return True
+
+
+def is_running(pid: int) -> bool:
+    """Whether there is such a process, and it is no zombie."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return status.rpartition(")")[2].split()[0] not in "ZX"
+
+
+def step_all(pool: WorkerPool, actions: Any = None) -> Steps:
+    """One step of every environment."""
+    pool.send([0] * pool.num_envs if actions is None else actions)
+    return pool.recv(pool.num_envs)
+
+
+def pids_of(pool: WorkerPool) -> list[int]:
+    """The processes of a pool."""
+    return [handle.process.pid for handle in getattr(pool, "_handles", [])]
+
+
+def worker_threads() -> list[str]:
+    """Names of the worker threads of this process."""
+    return [t.name for t in threading.enumerate() if t.name.startswith("gymtask-worker")]
+
+
+def assert_all_gone(pids: Sequence[int]) -> None:
+    """Checks that these processes, and all worker threads, end within a second."""
+    assert wait_for(lambda: not any(map(is_running, pids)), 1.0)
+    assert wait_for(lambda: not worker_threads(), 1.0)
+
+
+def end(pids: Sequence[int]) -> None:
+    """Kills what is left of these processes."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 class NumberedEnv(gym.Env[Any, Any]):
@@ -194,6 +235,9 @@ class GravityEnv(NumberedEnv):
     def give_back(self, value: Any) -> Any:
         return value
 
+    def give_unreadable(self) -> Any:
+        return Unreadable()
+
     def render(self) -> Any:
         return np.full((2, 2, 3), self.number, np.uint8)
 
@@ -304,11 +348,29 @@ def raise_named(name: str) -> None:
         raise HandleError("boom 1")
     if name == "unspeakable":
         raise UnspeakableError
+    if name == "stranger":
+        raise stranger()("boom 1")
     if name == "unicode":
         b"\xff".decode("utf8")
     if name == "os":
         os.stat("/nowhere/at/all")
     raise RuntimeError(name)
+
+
+def stranger() -> type[Exception]:
+    """An exception class of a module that only this process has."""
+    module: Any = types.ModuleType("only_in_this_process")
+    module.Stranger = type("Stranger", (Exception,), {"__module__": module.__name__})
+    sys.modules[module.__name__] = module
+    kind: type[Exception] = module.Stranger
+    return kind
+
+
+class Unreadable:
+    """Can be pickled, and raises when it is read."""
+
+    def __reduce__(self) -> Any:
+        return raise_named, ("value",)
 
 
 def kill(number: int) -> None:
@@ -444,12 +506,3 @@ class ProbeEnv(NumberedEnv):
         env = gym.make(env_id)
         env.close()
         return type(env.unwrapped).__name__
-
-
-def is_running(pid: int) -> bool:
-    """Whether there is such a process, and it is no zombie."""
-    try:
-        status = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return status.rpartition(")")[2].split()[0] not in "ZX"

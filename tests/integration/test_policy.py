@@ -366,3 +366,15 @@ def test_postprocessing_sees_pieces_in_order_and_its_keys_are_kept(mode: str) ->
 def test_a_hook_that_breaks_its_contract_is_named(hook: str, function: Any, message: str) -> None:
     with pytest.raises(HookError, match=rf"`{hook}` {message}"):
         collect(make_task(**{hook: function}), 20)
+
+
+def test_an_environment_in_this_process_may_use_gradients(mode: str) -> None:
+    class Differentiable(ScriptedEnv):
+        def step(self, action: Any) -> Any:
+            x = torch.ones(1, requires_grad=True)
+            (x * 3).sum().backward()
+            observation, _, *rest = super().step(action)
+            return observation, float(x.grad), *rest
+
+    flat = collect(make_task(mode=mode, env=Differentiable), 8).to_tensordict()
+    assert (flat["next", "reward"] == 3).all()

@@ -12,7 +12,7 @@ import sys
 import textwrap
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,7 @@ from tests.integration.pool_envs import is_running, wait_for
 
 ROOT = Path(__file__).parents[2]
 
-OPEN = """\
-from tests.integration.pool_envs import *
-def step_all(pool):
-    pool.send([0] * pool.num_envs)
-    return pool.recv(pool.num_envs)
-"""
+OPEN = "from tests.integration.pool_envs import *\n"
 
 
 def with_pools(body: str) -> str:
@@ -85,6 +80,15 @@ class Program:
                     found.append(int(entry.name))
         return found
 
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Waits for a condition that the running program brings about."""
+        process = self.process
+        assert process is not None
+        ended = wait_for(lambda: condition() or process.poll() is not None)
+        if process.poll() is not None:
+            pytest.fail(f"the program ended: {process.communicate()}")
+        assert ended, [_describe(pid) for pid in self.living()]
+
     def assert_gone(self, seconds: float) -> None:
         start = time.monotonic()
         while left := self.living():
@@ -136,11 +140,10 @@ class TestKilledParent:
             """)
         )
         names = ("1", "2", "3")
-        assert wait_for(lambda: all((program.folder / name).exists() for name in names))
-        pids = program.living()
+        program.wait_until(lambda: all((program.folder / name).exists() for name in names))
         # The program, its fork server and that one's tracker, four workers, three grandchildren.
-        assert wait_for(lambda: len(program.living()) == 10), [_describe(pid) for pid in pids]
-        assert not opened_under("/dev/shm/", pids)
+        program.wait_until(lambda: len(program.living()) == 10)
+        assert not opened_under("/dev/shm/", program.living())
         if kill == "group":
             os.killpg(process.pid, signal.SIGKILL)
         else:
@@ -163,7 +166,7 @@ class TestKilledParent:
         )
         assert process.stdout is not None
         child = int(process.stdout.readline())
-        assert wait_for(lambda: (program.folder / "2").exists())
+        program.wait_until((program.folder / "2").exists)
         process.kill()
         process.wait()
         assert wait_for(lambda: program.living() == [child], 1.0)
@@ -286,6 +289,21 @@ class TestClose:
         # Another pool may be using what has a session of its own.
         assert (status, err) == (0, "")
         assert out.splitlines() == [str([False, True, False] * 2), str([False] * 6)]
+
+    def test_ends_in_time_even_if_the_fork_server_stands_still(self, program: Program) -> None:
+        status, out, err = program.run(
+            with_pools("""
+            from gymtask.workers.launch import server
+            pool = open_pool(NumberedEnv, "process", cleanup=0.3)
+            pool.reset()
+            os.kill(server._process.pid, signal.SIGSTOP)
+            start = time.monotonic()
+            pool.close()
+            print(time.monotonic() - start < 1.3)
+            """)
+        )
+        assert (status, out, err) == (0, "True\n", "")
+        program.assert_gone(1.0)
 
     def test_works_in_a_forked_child_which_starts_pools_of_its_own(self, program: Program) -> None:
         status, out, err = program.run(
