@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 
 os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pygame draws without a display
@@ -13,6 +14,10 @@ import torch
 from gymtask.workers.launch import server
 
 torch.set_num_threads(1)
+
+# A shell starts background jobs with Ctrl-C ignored, and programs started from here would inherit
+# that; with a handler set, they start with the default.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(params=["sync", "thread", "process"])
