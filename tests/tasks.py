@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import gymnasium as gym
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
 import gymtask
 from gymtask.testing import ScriptedEnv
+
+TAXI = "Taxi-v4" if "Taxi-v4" in gym.registry else "Taxi-v3"  # the newest that there is
 
 A, B = 3, 5
 """Lengths of the episodes of environments with even and odd numbers."""

@@ -19,7 +19,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 import gymtask
-from tests.tasks import make_task
+from tests.tasks import TAXI, make_task
 
 NUM_ENVS = 5
 TOTALS = (200, 203, 204)  # rows of three collections, one after another
@@ -30,7 +30,7 @@ TIME_LIMITS = {
     "CartPole-v1": 18,  # some episodes fall before it, some last as long
     "Acrobot-v1": 23,
     "Pendulum-v1": 17,
-    "Taxi-v4": 24,
+    TAXI: 24,
     "FrozenLake-v1": 6,
     "Blackjack-v1": None,  # an episode has a few steps
     "HalfCheetah-v5": 19,

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.tasks import TAXI
+
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 
@@ -46,7 +48,7 @@ def test_every_extra_that_it_installs_is_declared(extra: str) -> None:
         ("ppo.py", ["--max-samples", "2048", "--trainer.run-dir", "RUN"]),
         ("ppo.py", ["--env-id", "Pendulum-v1", "--max-samples", "1024", "--no-clip",
                     "--trainer.run-dir", "RUN"]),
-        ("ppo.py", ["--env-id", "Taxi-v4", "--max-samples", "1024", "--no-clip",
+        ("ppo.py", ["--env-id", TAXI, "--max-samples", "1024", "--no-clip",
                     "--trainer.run-dir", "RUN"]),
         ("ppo.py", ["--env-id", "Blackjack-v1", "--max-samples", "1024", "--no-clip",
                     "--train-dl.batch-size", "1", "--dataset.num-update-steps", "2",
