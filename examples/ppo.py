@@ -1,13 +1,12 @@
 """Proximal policy optimisation (Schulman et al. 2017, arXiv:1707.06347), in one file.
 
     python examples/ppo.py --env-id HalfCheetah-v5
-    python examples/ppo.py --help
 
 Without arguments it trains CartPole-v1, evaluates the trained policy over 100 episodes, films one
-and says where everything went. Any id with a Discrete or Box action space will do. [n] marks core
-detail n, [c n] detail n for continuous actions, of Huang et al., "The 37 implementation details of
-proximal policy optimization" (ICLR blog track, 2022), which document CleanRL's ppo.py and
-ppo_continuous_action.py; their normalisation of observations and rewards [c 6 to c 9] is not here.
+and says where everything went; --help lists all settings. Any id with a Discrete or Box action
+space will do. [n] marks core detail n, [c n] one for continuous actions, of Huang et al., "The 37
+implementation details of proximal policy optimization" (ICLR blog track, 2022), on CleanRL's code;
+their normalisation of observations and rewards [c 6 to c 9] is not here.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class PPOConfig(gymtask.ReinforcementLearningTaskConfig):
     clip_value: bool = True  # Whether the change of a value is clipped like the ratio.
     value_coef: float = 0.5  # Weight of the value loss.
     entropy_coef: float = 0.0  # Weight of the entropy bonus.
-    learning_rate: float = 1e-3  # Of Adam, at the start.
+    learning_rate: float = 1e-3  # Of Adam, at the start; the trainer's has no part here.
     anneal: bool = True  # Whether the learning rate falls to 0 over `max_samples`.
     hidden: int = 64  # Units of each of the two hidden layers.
     # [1] Eight environments; actions outside a Box are clipped for the environment alone [c 5].
@@ -138,8 +137,7 @@ class ActorCritic(nn.Module):
         normal = Normal(output, self.log_std.exp(), validate_args=False)  # [c 1]
         return Independent(normal, len(self.action_shape), validate_args=False)
 
-    def forward(self, observation: Any) -> tuple[Distribution, Tensor]:
-        """Distribution of actions, and value."""
+    def forward(self, observation: Any) -> Output:
         return self.distribution(self.policy(observation)), self.value(observation)
 
 
@@ -156,15 +154,17 @@ class PPO(gymtask.ReinforcementLearningTask[PPOConfig, ActorCritic]):
         return ActorCritic(spaces.observation_space, spaces.action_space, self.config.hidden)
 
     def get_optimizers(self, model: ActorCritic) -> Optimizer:
-        parameters = filter(lambda parameter: parameter.requires_grad, model.parameters())
-        return Adam(parameters, lr=self.config.learning_rate, eps=1e-5)  # [3]
+        trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
+        return Adam(trained, lr=self.config.learning_rate, eps=1e-5)  # [3]
 
     def get_lr_schedulers(self, optimizers: Mapping[str, Optimizer]) -> Sequence[LambdaLR]:
-        if not self.config.anneal or self.config.max_samples is None:
-            return ()
-        total = self.config.max_samples  # [4] the rate falls linearly to 0
-        rate = lambda _: max(0.0, 1.0 - self.state.num_samples / total)  # noqa: E731
-        return [LambdaLR(optimizer, rate) for optimizer in optimizers.values()]
+        annealed = optimizers.values() if self.config.anneal and self.config.max_samples else ()
+        return [LambdaLR(optimizer, self._rate) for optimizer in annealed]
+
+    def _rate(self, _: int) -> float:
+        """[4] Falls linearly, by the transitions collected before this epoch."""
+        before = self.state.num_samples - self.state.num_epoch_samples
+        return max(0.0, 1.0 - before / (self.config.max_samples or 1))
 
     def get_actions(self, model: ActorCritic, states: TensorDict, optimal: bool) -> Tensor:
         output = model.policy(states["observation"])
@@ -227,6 +227,7 @@ class PPO(gymtask.ReinforcementLearningTask[PPOConfig, ActorCritic]):
 def main() -> None:
     """Trains, evaluates and films."""
     arguments = tyro.cli(Arguments, description=__doc__)
+    torch.set_num_threads(1)  # networks as small as these are fastest so
     task = PPO(arguments.task)
     torch.manual_seed(arguments.task.environment.env_seed)
     model = task.get_model()
@@ -235,15 +236,14 @@ def main() -> None:
     print(f"{state.num_samples} steps in {state.elapsed_time:.0f} s, until {trainer.stopped_by}")
     print(f"run directory: {trainer.run_dir}")
     if trainer.stopped_by in ("SIGINT", "SIGTERM"):
-        return  # go on with --resume and the run directory
+        return  # --resume and the run directory go on
     for optimal in (True, False):  # in fresh environments, with seeds that were not trained on
         episodes = gymtask.evaluate(task, model, num_episodes=100, optimal=optimal)
         mean = statistics.fmean(each.episode_return for each in episodes)
         print(f"mean return over 100 episodes, {'greedy' if optimal else 'sampled'}: {mean:.1f}")
     if arguments.clip and trainer.run_dir is not None:
-        path = trainer.run_dir / "clips" / "final.mp4"
-        task.sample_clip(save_path=path, model=model)
-        print(f"clip: {path}")
+        task.sample_clip(save_path=trainer.run_dir / "clips" / "final.mp4", model=model)
+        print(f"clip: {trainer.run_dir / 'clips' / 'final.mp4'}")
 
 
 if __name__ == "__main__":

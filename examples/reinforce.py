@@ -123,6 +123,7 @@ class Reinforce(gymtask.ReinforcementLearningTask[ReinforceConfig, nn.Sequential
 def main() -> None:
     """Trains, evaluates and films."""
     arguments = tyro.cli(Arguments, description=__doc__)
+    torch.set_num_threads(1)  # networks as small as these are fastest so
     task = Reinforce(arguments.task)
     torch.manual_seed(arguments.task.environment.env_seed)
     model = task.get_model()

@@ -203,9 +203,14 @@ class Collection:
         )
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._bar.close()
         self.rollout.in_use = False
+        if kind is not None and not issubclass(kind, (Exception, GeneratorExit)):
+            # Ctrl-C may have struck between any two lines: which steps are pending is not sure any
+            # more, and waiting for one that nobody makes would never end.
+            self._pool.close()
+            return
         self.drain()
         if self.num_dropped:
             logger.info(

@@ -6,6 +6,7 @@ A field that is left at `MISSING` must be set. Every rule that is broken is name
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -191,14 +192,43 @@ def missing_fields(config: object, prefix: str = "") -> Iterator[str]:
             yield f"{prefix}{item.name} must be set"
 
 
+def unknown_attributes(config: object, prefix: str = "") -> Iterator[str]:
+    """Yields every attribute of `config`, and of the configs in it, that is no field: a typo."""
+    names = {item.name for item in fields(config)}  # type: ignore[arg-type]
+    for name, value in vars(config).items():
+        if name not in names:
+            close = difflib.get_close_matches(name, names, 1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            kind = type(config).__name__
+            yield f"`{prefix}{name}` must be a field of {kind}, got {value!r}{hint}"
+        elif is_dataclass(value) and not isinstance(value, type):
+            yield from unknown_attributes(value, f"{prefix}{name}.")
+
+
+def require_config(name: str, value: object, kind: type[Any]) -> None:
+    """Checks that a config, and each config in it, is of its own class.
+
+    Raises:
+        ConfigurationError: It is something else.
+    """
+    if not isinstance(value, kind):
+        raise ConfigurationError(f"`{name}` must be a {kind.__name__}, got {value!r:.80}")
+    for item in fields(value):
+        made = item.default_factory
+        if isinstance(made, type) and is_dataclass(made):
+            require_config(f"{name}.{item.name}", getattr(value, item.name), made)
+
+
 def validate(config: ReinforcementLearningTaskConfig) -> None:
     """Checks every field of a task's config.
 
     Raises:
         ConfigurationError: Names every field that breaks its rule, with the rule and the value.
     """
+    require_config("config", config, ReinforcementLearningTaskConfig)
     raise_if_any(
         [
+            *unknown_attributes(config),
             *missing_fields(config),
             *_limits(config),
             *_environment(config.environment),

@@ -37,7 +37,9 @@ class Environment:
         wrappers: Callables `env -> env`, applied in order.
         render_mode: How it is rendered; clips choose their own.
         max_episode_steps: Time limit in place of the one that the id is registered with.
-        info_keys: Keys of the info dict that trajectories keep under ("next", "info", key).
+        info_keys: Keys of the info dict that trajectories keep under ("next", "info", key). Where
+            an environment gave none a float is NaN and an integer 0; ("next", "info", "_key") tells
+            which rows have one. What is no number or array stays as it is.
         keep_float64: Whether float64 observations are stored as such instead of as float32.
         **make_kwargs: Further keywords of `gymnasium.make`, or of the callable.
 
@@ -218,6 +220,12 @@ class Environment:
             frame: Any = self.env.render()
         except NotImplementedError as error:
             raise render_mode_error(self.env, self.maker) from error
+        except Exception as error:
+            raise ConfigurationError(
+                f"{self.maker.name} must be able to render, got {type(error).__name__}: {error}"
+                "; without a display MuJoCo needs the environment variable MUJOCO_GL=egl or osmesa,"
+                " and pygame SDL_VIDEODRIVER=dummy"
+            ) from error
         if frame is None:
             raise ConfigurationError(
                 f"render() of {self.maker.name} must return a picture with render_mode="

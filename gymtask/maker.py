@@ -83,6 +83,8 @@ class EnvironmentMaker:
             )
         if isinstance(info_keys, str) or not all(isinstance(key, str) for key in info_keys):
             raise MakerError(f"`info_keys` must be a sequence of strings, got {info_keys!r}")
+        if callable(wrappers):
+            raise MakerError(f"`wrappers` must be a list of callables, got {wrappers!r} alone")
         for wrapper in wrappers:
             if not callable(wrapper):
                 raise MakerError(

@@ -12,7 +12,7 @@ from torch import Tensor
 from gymtask.acting import device_of, eval_mode, overrides
 from gymtask.collector import begin
 from gymtask.config import raise_if_any
-from gymtask.errors import HookError
+from gymtask.errors import ConfigurationError, HookError
 from gymtask.options import CollectOptions
 from gymtask.replay import MultiReplaySamples
 from gymtask.trajectory import (
@@ -29,10 +29,18 @@ if TYPE_CHECKING:
     from gymtask.task import ReinforcementLearningTask
 
 
+def _require_pool(pool: object) -> None:
+    if not isinstance(pool, WorkerPool):
+        raise ConfigurationError(
+            f"`worker_pool` must be a WorkerPool, as get_worker_pool() gives it, got {pool!r:.80}"
+        )
+
+
 def iter_samples(
     task: ReinforcementLearningTask[Any, Any], model: Any, pool: WorkerPool, options: CollectOptions
 ) -> Iterator[TensorDict]:
     """Checks the options and returns the generator of `ReinforcementLearningTask.iter_samples`."""
+    _require_pool(pool)
     options.check(pool.num_envs)
     return _iterate(task, model, pool, options)
 
@@ -62,6 +70,7 @@ def collect_samples(
     task: ReinforcementLearningTask[Any, Any], model: Any, pool: WorkerPool, options: CollectOptions
 ) -> MultiReplaySamples:
     """Does the work of `ReinforcementLearningTask.collect_samples`."""
+    _require_pool(pool)
     options.check(pool.num_envs)
     if options.total_samples is None:
         raise_if_any(["`total_samples` must be set, got None"])

@@ -57,7 +57,7 @@ def categorical(logits: Tensor, states: TensorDictBase) -> Tensor:
     return (logits + _noise("gumbel", logits, states)).argmax(-1)
 
 
-def gaussian(mean: Tensor, std: Tensor, states: TensorDictBase) -> Tensor:
+def gaussian(mean: Tensor, std: Tensor | float, states: TensorDictBase) -> Tensor:
     """Samples mean + std · ε with ε from N(0, 1).
 
     Args:
@@ -73,7 +73,7 @@ def gaussian(mean: Tensor, std: Tensor, states: TensorDictBase) -> Tensor:
 
 def squashed_gaussian(
     mean: Tensor,
-    std: Tensor,
+    std: Tensor | float,
     states: TensorDictBase,
     *,
     low: Tensor | float = -1.0,
@@ -107,6 +107,8 @@ def epsilon_greedy(values: Tensor, epsilon: float | Tensor, states: TensorDictBa
     Returns:
         int64 [n].
     """
+    if isinstance(epsilon, (int, float)) and not 0 <= epsilon <= 1:
+        raise ConfigurationError(f"`epsilon` must lie in 0 to 1, got {epsilon}")
     draws = uniform(states, 2).to(values.device)
     # float32 draws lie below 1, but the product may round up to K.
     random = (draws[:, 1] * values.shape[-1]).long().clamp_(max=values.shape[-1] - 1)

@@ -56,7 +56,8 @@ class ReinforcementLearningTask(TaskHooks[ConfigT, ModelT]):
 
     Attributes:
         config: The task's config.
-        state: Where the run stands; set during collection too.
+        state: Where the run stands, also during collection; `Trainer` moves it on, and a loop of
+            your own may.
         batch_keys: Keys that training batches hold; None gives all of them.
         forward_methods: Names of methods of the model, beside `forward`, that run its parameters.
         num_evaluations: Evaluations made so far; each has random streams of its own.

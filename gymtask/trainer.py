@@ -57,7 +57,10 @@ class Trainer:
     on count as samples and are given up. A resumed run goes on with the next epoch, and with new
     episodes, whose seeds come from (env_seed, "resume", environment, number of resumes).
 
-    Training is repeatable from its seed, the model's first parameters apart: they are the caller's.
+    `train` seeds the global random generators of torch, numpy and Python. Training is repeatable
+    from its seed, the model's first parameters apart: they are the caller's. In thread and process
+    mode that takes `min_batch_size` at the number of environments: a network's output for a row
+    depends, in its last bits, on how many rows are computed at once.
 
     Args:
         config: How to train; None takes all defaults.

@@ -12,8 +12,10 @@ from gymtask.config import (
     raise_if_any,
     require_bool,
     require_choice,
+    require_config,
     require_int,
     require_number,
+    unknown_attributes,
 )
 
 ALLOCATIONS = ("equal", "first_come")
@@ -88,6 +90,8 @@ def validate_trainer(config: TrainerConfig) -> None:
     Raises:
         ConfigurationError: Names every field that breaks its rule, with the rule and the value.
     """
+    require_config("config", config, TrainerConfig)
+    raise_if_any(list(unknown_attributes(config)))
     fields = list(_sampling_fields(config.sampling))
     joint = [] if fields else list(_sampling_joint(config.sampling))
     raise_if_any([*fields, *joint, *_training(config)])

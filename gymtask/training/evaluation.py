@@ -10,6 +10,7 @@ import torch
 
 from gymtask import collector
 from gymtask.config import raise_if_any, require_bool, require_int
+from gymtask.errors import ConfigurationError
 from gymtask.replay import EpisodeRecord
 from gymtask.sampling import stream_seed
 from gymtask.task import ReinforcementLearningTask
@@ -50,6 +51,8 @@ def evaluate(
     Raises:
         ConfigurationError: An argument breaks its rule.
     """
+    if not isinstance(task, ReinforcementLearningTask):
+        raise ConfigurationError(f"`task` must be a ReinforcementLearningTask, got {task!r:.80}")
     problems = [*require_int("num_episodes", num_episodes, 1), *require_bool("optimal", optimal)]
     if num_envs is not None:
         problems += require_int("num_envs", num_envs, 1)

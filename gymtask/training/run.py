@@ -315,6 +315,8 @@ def _check_fit(config: TrainerConfig, task: ReinforcementLearningTask[Any, Any])
         maker = task.get_environment_cached().maker
         with Environment.from_maker(maker.with_render_mode("rgb_array")) as environment:
             require_rgb_array(environment.env, maker)
+            environment.reset()
+            environment.render()  # without a display or driver this fails, now and not in an hour
     return num_envs
 
 

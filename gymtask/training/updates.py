@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -74,12 +75,27 @@ class Updater:
         loss = self._task.compute_loss(self._module, batch, state, output)
         values = self._backward(loss)
         norms = {name: self._clip(name) for name in self.optimizers}
+        self._require_finite(values["loss"], norms, state)
         for stepper in self._steppers.values():
             stepper.step()
         for scheduler in self.schedulers:
             scheduler.step()
         values.update(_named("grad_norm", norms))
         return values
+
+    def _require_finite(self, loss: Tensor, norms: Mapping[str, Tensor], state: State) -> None:
+        """On the CPU, where it costs nothing: stops before the step that would ruin the model.
+
+        On another device it would wait for it; there, numbers are looked at once an epoch.
+        """
+        if not loss.is_cpu:
+            return
+        for name, value in {"loss": loss, **_named("grad_norm", dict(norms))}.items():
+            if not math.isfinite(value):
+                raise HookError(
+                    f"`{name}` must be finite, got {float(value)} in update {state.num_steps}; the"
+                    " model is as it was before this update"
+                )
 
     def learning_rates(self) -> dict[str, float]:
         """The learning rate of each optimizer's first group."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import pickle
+import warnings
 from collections.abc import Sequence
 
 import gymnasium as gym
@@ -32,6 +33,8 @@ def pickle_registry() -> bytes:
 
 def register_all(data: bytes) -> None:
     """Registers what `pickle_registry` gave, in place of what has the same ids."""
+    # A package that registers its environments when it is imported does so again in a worker.
+    warnings.filterwarnings("ignore", message=r".*Overriding environment .* already in registry")
     for spec in pickle.loads(data):
         gym.registry[spec.id] = spec
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from typing import Any
 
 import pytest
@@ -373,3 +375,26 @@ def test_the_policy_runs_in_eval_mode_without_gradients_and_modes_are_put_back()
     assert [part.training for part in model] == [True, True, False]
     assert {entry[:2] for entry in seen} == {(False, False)}
     assert [seen[0][2], seen[-1][2]] == [False, True]
+
+
+@pytest.mark.parametrize("mode", ["thread", "process"])
+def test_ctrl_c_at_any_moment_ends_a_loop_of_ones_own_and_leaves_no_step_waited_for(
+    mode: str,
+) -> None:
+    rounds = 0
+
+    def get_actions(self: Any, model: Any, states: TensorDict, optimal: bool) -> Tensor:
+        return torch.zeros(len(states), dtype=torch.int64)
+
+    for delay in (0.003, 0.0071, 0.011, 0.0173):
+        task = make_task(num_envs=4, workers=4, mode=mode, get_actions=get_actions)
+        pool = task.get_worker_pool()
+        timer = threading.Timer(0.05 + delay, signal.raise_signal, [signal.SIGINT])
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            for _ in iter(int, 1):  # for ever
+                task.collect_samples(None, pool, 500, use_tqdm=False)
+        timer.join()
+        rounds += pool.closed or pool.num_pending == 0
+        pool.close()
+    assert rounds == 4

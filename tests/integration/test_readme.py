@@ -18,11 +18,13 @@ README = (ROOT / "README.md").read_text()
 def test_the_snippet_trains_as_it_stands(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (snippet,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    snippet, more = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    snippet += "\ntask = Reinforce(config)\n" + more
     assert snippet.count("max_epochs=20") == 1
     monkeypatch.chdir(tmp_path)
     exec(compile(snippet.replace("max_epochs=20", "max_epochs=2"), "README.md", "exec"), {})
     printed = capsys.readouterr().out
+    assert (tmp_path / "clip.mp4").exists()
     (run,) = (tmp_path / "runs" / "reinforce").iterdir()
     assert printed.endswith(f"steps; everything is in {run}\n")
     assert int(printed.split()[0]) >= 2 * 2048

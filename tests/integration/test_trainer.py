@@ -249,8 +249,11 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_update(
             loss = super().compute_loss(model, batch, state, output)
             return loss * bad if state.num_steps == 4 else loss
 
-    with pytest.raises(HookError, match=rf"`{name}` must be finite, got {bad} in update 4 "):
-        run(tmp_path, Spoilt(make_config(max_epochs=5)))
+    model = linear()
+    trainer = make_trainer(tmp_path / "run")
+    with pytest.raises(HookError, match=rf"`{name}` must be finite, got {bad} in update 4;"):
+        trainer.train(Spoilt(make_config(max_epochs=5)), model)
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
     # What was spoilt was not saved.
     (folder,) = list_checkpoints(tmp_path / "run")
     assert load_checkpoint(folder)[0]["state"]["num_steps"] == 3
