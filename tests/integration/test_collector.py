@@ -377,6 +377,11 @@ def test_the_policy_runs_in_eval_mode_without_gradients_and_modes_are_put_back()
     assert [seen[0][2], seen[-1][2]] == [False, True]
 
 
+def collect_for_ever(task: gymtask.ReinforcementLearningTask, pool: gymtask.WorkerPool) -> None:
+    while True:
+        task.collect_samples(None, pool, 500, use_tqdm=False)
+
+
 @pytest.mark.parametrize("mode", ["thread", "process"])
 def test_ctrl_c_at_any_moment_ends_a_loop_of_ones_own_and_leaves_no_step_waited_for(
     mode: str,
@@ -392,8 +397,7 @@ def test_ctrl_c_at_any_moment_ends_a_loop_of_ones_own_and_leaves_no_step_waited_
         timer = threading.Timer(0.05 + delay, signal.raise_signal, [signal.SIGINT])
         timer.start()
         with pytest.raises(KeyboardInterrupt):
-            for _ in iter(int, 1):  # for ever
-                task.collect_samples(None, pool, 500, use_tqdm=False)
+            collect_for_ever(task, pool)
         timer.join()
         rounds += pool.closed or pool.num_pending == 0
         pool.close()
