@@ -158,10 +158,12 @@ class EnvironmentStepper:
         """Steps an environment with its action, and begins its next episode if this one ends."""
         self.current = index
         slots, env = self.slots, self.envs[index]
-        observation, reward, terminated, truncated, info = env.step(self._read(index))
-        if reward is None:  # numpy would store it as NaN
-            raise ObservationError("the reward must be a number, got None")
-        slots.reward[index] = reward
+        answer = env.step(self._read(index))
+        try:
+            observation, reward, terminated, truncated, info = answer
+            slots.reward[index] = float(reward)
+        except (TypeError, ValueError) as error:
+            raise _step_error(answer) from error
         slots.terminated[index] = terminated
         slots.truncated[index] = truncated
         keys = self._info_keys[index]
@@ -170,14 +172,14 @@ class EnvironmentStepper:
             slots.infos[index] = {key: copy.deepcopy(info[key]) for key in keys if key in info}
         if terminated or truncated:
             self._write_final(index, observation)
-            observation, _ = env.reset()
+            observation = _first_observation(env.reset())
         self._write(index, observation)
         self.current = -1
 
     def reset(self, index: int, seed: int | None) -> None:
         """Starts a new episode in environment `index`; a seed also seeds its action space."""
         slots, env = self.slots, self.envs[index]
-        observation, _ = env.reset(seed=seed)
+        observation = _first_observation(env.reset(seed=seed))
         if seed is not None:
             env.action_space.seed(seed)
         slots.reward[index], slots.terminated[index], slots.truncated[index] = 0.0, False, False
@@ -229,6 +231,26 @@ class EnvironmentStepper:
                 failures.append(error)
         if failures:
             raise failures[0]
+
+
+def _step_error(answer: Any) -> ObservationError:
+    """What is wrong with what step() returned."""
+    if not isinstance(answer, tuple) or len(answer) != 5:
+        got = f"{len(answer)} values" if isinstance(answer, tuple) else f"{answer!r:.80}"
+        return ObservationError(
+            "step() must return (observation, reward, terminated, truncated, info), got " + got
+        )
+    return ObservationError(f"the reward must be a number, got {answer[1]!r:.80}")
+
+
+def _first_observation(answer: Any) -> Any:
+    try:
+        observation, _ = answer
+    except (TypeError, ValueError) as error:
+        raise ObservationError(
+            f"reset() must return (observation, info), got {answer!r:.80}"
+        ) from error
+    return observation
 
 
 def _call(env: AnyEnv, name: str, *args: Any, **kwargs: Any) -> Any:

@@ -13,7 +13,7 @@ from tensordict import TensorDict
 from torch import nn
 
 import gymtask
-from gymtask.errors import ActionError, ConfigurationError, WindowError
+from gymtask.errors import ActionError, ConfigurationError, ObservationError, WindowError
 from gymtask.testing import ScriptedEnv
 from tests.tasks import collect, make_task
 
@@ -171,3 +171,56 @@ def test_bad_values_never_reach_a_loss(tmp_path: Path) -> None:
     trainer = gymtask.Trainer(gymtask.TrainerConfig(run_dir=str(tmp_path / "r")))
     with pytest.raises(ValueError, match="loss"):
         trainer.train(task, nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ((0.0, 1.0, False, {}), r"step\(\) must return .* got 4 values"),
+        (None, r"step\(\) must return .* got None"),
+        ((0.0, [1.0, 2.0], False, False, {}), r"the reward must be a number, got \[1.0, 2.0\]"),
+        ((0.0, None, False, False, {}), r"the reward must be a number, got None"),
+    ],
+)
+def test_a_step_that_returns_something_else_is_named(mode: str, answer: Any, message: str) -> None:
+    class Odd(ScriptedEnv):
+        def step(self, action: Any) -> Any:
+            return answer
+
+    with pytest.raises(ObservationError, match=message):
+        collect(make_task(mode=mode, env=Odd), 4)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda task: type(task)(None),
+            "`config` must be a ReinforcementLearningTaskConfig, got None",
+        ),
+        (lambda task: gymtask.Trainer(task.config), "`config` must be a TrainerConfig, got"),
+        (
+            lambda task: task.collect_samples(None, task, 10),
+            r"`worker_pool` must be a WorkerPool, as get_worker_pool\(\) gives it",
+        ),
+        (lambda task: gymtask.evaluate(None, task), "`task` must be a ReinforcementLearningTask"),
+        (
+            lambda task: gymtask.Environment("CartPole-v1", wrappers=gym.Wrapper),
+            "`wrappers` must be a list of callables",
+        ),
+    ],
+)
+def test_arguments_of_another_type_are_named(call: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        call(make_task())
+
+
+def test_a_typo_in_a_config_is_named_with_what_was_meant() -> None:
+    task = make_task()
+    task.config.max_epoch = 7  # type: ignore[attr-defined]
+    task.config.environment.num_env = 3  # type: ignore[attr-defined]
+    with pytest.raises(ConfigurationError) as caught:
+        type(task)(task.config)
+    assert "`max_epoch` must be a field" in str(caught.value)
+    assert "`environment.num_env` must be a field of EnvironmentConfig, got 3" in str(caught.value)
+    assert "did you mean 'num_envs'?" in str(caught.value)
