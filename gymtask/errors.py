@@ -13,6 +13,7 @@
     │   ├── PoolClosedError               ... because it is closed
     │   └── NothingPendingError           ... because no step was asked for
     ├── WorkerDiedError (RuntimeError)    a worker process ended without being asked to
+    ├── VideoError (RuntimeError)         a film could not be encoded
     └── CollectionInterrupted             a collection was asked to stop between two steps
 
 An exception raised inside an environment reaches the caller as itself, with a note that names the
@@ -74,6 +75,10 @@ class WorkerDiedError(GymtaskError, RuntimeError):
 
     The message names it, its environments and the signal.
     """
+
+
+class VideoError(GymtaskError, RuntimeError):
+    """A film could not be encoded; the message ends with what the encoder said."""
 
 
 class CollectionInterrupted(GymtaskError):

@@ -32,12 +32,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gymtask.errors import ConfigurationError, GymtaskError
+from gymtask.errors import ConfigurationError, VideoError
 
 if TYPE_CHECKING:
     import gymnasium
 
-__all__ = ["VideoError", "render_fps", "standardize_frame", "write_video"]
+__all__ = ["render_fps", "standardize_frame", "write_video"]
 
 Frame = npt.NDArray[np.uint8]
 Write = Callable[[Frame], None]
@@ -46,10 +46,6 @@ Format = Callable[[Path, tuple[int, int], float], AbstractContextManager[Write]]
 DEFAULT_FPS = 30.0
 MAX_GIF_FPS = 50.0
 MAX_GIF_NUMBER = 65535  # rows, columns, and a delay in hundredths of a second have 16 bits
-
-
-class VideoError(GymtaskError, RuntimeError):
-    """A film could not be encoded; the message ends with what the encoder said."""
 
 
 def write_video(

@@ -24,8 +24,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from gymtask import video
-from gymtask.errors import ConfigurationError, GymtaskError
-from gymtask.video import VideoError, render_fps, standardize_frame, write_video
+from gymtask.errors import ConfigurationError, GymtaskError, VideoError
+from gymtask.video import render_fps, standardize_frame, write_video
 
 FORMATS = pytest.mark.parametrize("suffix", [".mp4", ".gif"])
 RED, GREEN, BLUE = (255, 0, 0), (0, 255, 0), (0, 0, 255)
