@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from gymtask.errors import ActionError, HookError
 from gymtask.sampling import NoiseStreams
 from gymtask.spaces import ActionCodec, nest_tensors, stored_dtype, to_numpy
-from gymtask.trajectory import RESERVED_KEYS, STATE_KEYS, Key
+from gymtask.trajectory import NEXT_KEYS, RESERVED_KEYS, STATE_KEYS, Key
 from gymtask.workers.layout import Array, Space, space_leaves
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 
 COUNTERS = ("step", "run_step", "trajectory_id")
-_NOT_RETURNED = RESERVED_KEYS - {"next"}
 
 
 @dataclass(frozen=True)
@@ -92,6 +91,8 @@ class Actor:
             for leaf in space_leaves(observation_space, "observation")
         ]
         self._read_carry()
+        carried = {column.key[0] for column in self.carry_columns}
+        self._not_returned = (RESERVED_KEYS | carried) - {"next"}
         self._space = observation_space
         self._capacity = capacity
         self.arrays: dict[Key, Array] = {
@@ -103,6 +104,7 @@ class Actor:
         self.arrays["is_init",] = np.zeros(capacity, bool)
         self.arrays["env_id",] = np.zeros(capacity, np.int64)
         self._views: dict[int, TensorDict] = {}
+        self._handed_out: dict[int, list[tuple[TensorDictBase, dict[str, Any]]]] = {}
 
     def _read_carry(self) -> None:
         self.carry_columns: list[Column] = []
@@ -117,7 +119,7 @@ class Actor:
             )
         for key, value in carry.items(include_nested=True, leaves_only=True):
             path = (key,) if isinstance(key, str) else tuple(key)
-            if path[0] in RESERVED_KEYS or path[0] == "action":
+            if path[0] in RESERVED_KEYS or path[0] in NEXT_KEYS:
                 raise HookError(f"`get_initial_carry` must not return the reserved key {path[0]!r}")
             assert isinstance(value, Tensor)
             array = to_numpy(value).copy()
@@ -146,6 +148,7 @@ class Actor:
         finally:
             torch.set_grad_enabled(gradients)
             self._noise.end()
+            self._drop_if_changed(n)
         return self._read_answer(returned, states, n)
 
     def release(self, num_rows: int) -> None:
@@ -175,7 +178,18 @@ class Actor:
             for name in STATE_KEYS:
                 view[name] = tensors[(name,)]
             self._views[n] = view
+            self._handed_out[n] = _parts_of(view)
         return view
+
+    def _drop_if_changed(self, n: int) -> None:
+        """Lets the next call see `states` as it was, also where a policy put keys in."""
+        for part, content in self._handed_out[n]:
+            # By identity: comparing tensors would compute something.
+            if len(part.keys()) != len(content) or any(
+                found is not content.get(name) for name, found in part.items()
+            ):
+                del self._views[n]
+                return
 
     def _read_answer(self, returned: Any, states: TensorDictBase, n: int) -> Answer:
         kind = type(returned)
@@ -211,12 +225,10 @@ class Actor:
             # A TensorDictModule writes into its input, which the next call uses again.
             known = {"observation", *STATE_KEYS, *(column.key[0] for column in self.carry_columns)}
             content = {name: value for name, value in content.items() if name not in known}
-            for name in content:
-                del states[name]
-        elif not _NOT_RETURNED.isdisjoint(content):
+        elif not self._not_returned.isdisjoint(content):
             raise HookError(
                 f"`get_actions` must not return the reserved keys"
-                f" {sorted(_NOT_RETURNED & content.keys())}; return `states` itself with keys"
+                f" {sorted(self._not_returned & content.keys())}; return `states` itself with keys"
                 " added, or a TensorDict with the new keys alone"
             )
         return content
@@ -241,6 +253,15 @@ class Actor:
                     f" and {array.dtype}"
                 )
         return found
+
+
+def _parts_of(view: TensorDictBase) -> list[tuple[TensorDictBase, dict[str, Any]]]:
+    """A TensorDict and all nested ones, each with what it holds."""
+    parts = [(view, dict(view.items()))]
+    for value in parts[0][1].values():
+        if isinstance(value, TensorDictBase):
+            parts += _parts_of(value)
+    return parts
 
 
 def _flatten_into(found: dict[Key, Array], key: Key, value: Any, n: int) -> None:

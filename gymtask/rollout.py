@@ -90,7 +90,14 @@ class Rollout:
                 " rows up"
             )
         for column in columns:
-            if column.key not in self._states:
+            table = self._states.get(column.key)
+            if table is not None and (table.shape[2:], table.dtype) != (column.shape, column.dtype):
+                raise HookError(
+                    f"the carry {'/'.join(column.key)!r} must keep its shape {table.shape[2:]} and"
+                    f" dtype {table.dtype}, got {column.shape} and {column.dtype}; call"
+                    " pool.reset() to begin anew"
+                )
+            if table is None:
                 self._states[column.key] = self._table(column)
                 if column.key in self._initial_carry:
                     self._states[column.key][:, 0] = self._initial_carry[column.key]

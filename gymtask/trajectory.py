@@ -24,6 +24,9 @@ Key: TypeAlias = "tuple[str, ...]"
 STATE_KEYS = ("is_init", "env_id", "trajectory_id", "step", "run_step")
 """What `states` holds beside the observation and carries."""
 
+NEXT_KEYS = frozenset({"reward", "terminated", "truncated", "done", "info", "end", "action"})
+"""First keys that a carry must not have, beside the reserved ones: ("next", key) is taken."""
+
 RESERVED_KEYS = frozenset({"observation", "next", "state_value", *STATE_KEYS})
 """First keys that `get_actions` must not return."""
 
@@ -90,6 +93,13 @@ def assemble(pieces: Sequence[Piece], info_keys: Sequence[str]) -> TensorDict:
         # Row t acts on number t and leads to number t + 1 of its piece.
         _put(content, key, _joined([piece.states[key][:-1] for piece in pieces]))
         _put(following, key, _joined([piece.states[key][1:] for piece in pieces]))
+    for piece in pieces:
+        if piece.rows.keys() != pieces[0].rows.keys():
+            raise HookError(
+                "`get_actions` must return the same keys while rows of an earlier collection are"
+                f" left, got {sorted(piece.rows)} after {sorted(pieces[0].rows)}; call pool.reset()"
+                " to give those rows up"
+            )
     for key in pieces[0].rows:
         _put(content, key, _joined([piece.rows[key] for piece in pieces]))
     following.update(content.pop("next"))

@@ -111,6 +111,23 @@ def test_a_tensordict_module_that_writes_into_states_works_and_leaves_no_key_beh
     assert "action" not in keys[-1]
 
 
+def test_a_policy_that_replaces_or_adds_keys_of_states_sees_true_states_in_the_next_call() -> None:
+    seen: list[float] = []
+
+    def act(states: TensorDict) -> Tensor:
+        seen.append(float(states["observation"][0, 0]))
+        states["observation"] = states["observation"] / 10
+        states["extra"] = states["observation"] * 2
+        states["step"] = torch.full_like(states["step"], 7)
+        return torch.zeros(len(states), dtype=torch.int64)
+
+    task = make_task(num_envs=1, workers=1, env=lambda: ScriptedEnv(9), **answering(act))
+    flat = collect(task, 6).to_tensordict()
+    assert seen == [0, 1, 2, 3, 4, 5]
+    assert flat["observation"][:, 0].tolist() == seen
+    assert flat["step"].tolist() == seen
+
+
 @pytest.mark.parametrize(
     ("function", "error", "message"),
     [
@@ -256,6 +273,32 @@ def test_a_carry_that_is_not_returned_or_of_another_shape_is_refused() -> None:
 
     with pytest.raises(HookError, match=r"memory/count.* must have shape \(2, 1\)"):
         collect(make_task(**counting_carry(**answering(wide))), 4)
+
+
+def test_a_carry_returned_under_its_own_key_is_refused_and_so_are_taken_names() -> None:
+    def own_key(states: TensorDict) -> TensorDict:
+        action = torch.zeros(len(states), dtype=torch.int64)
+        memory = {"count": states["memory", "count"] + 1}
+        content = {"action": action, "memory": memory, "next": {"memory": memory}}
+        return TensorDict(content, batch_size=[len(states)])
+
+    with pytest.raises(HookError, match=r"must not return the reserved keys \['memory'\]"):
+        collect(make_task(**counting_carry(**answering(own_key))), 4)
+    for name in ("reward", "done", "info", "observation"):
+        carry = TensorDict({name: torch.zeros(1)}, batch_size=[])
+        hooks = {"get_initial_carry": lambda self, model, carry=carry: carry}
+        with pytest.raises(HookError, match=f"must not return the reserved key '{name}'"):
+            collect(make_task(**hooks), 4)
+
+
+def test_a_carry_must_keep_its_shape_from_one_collection_to_the_next() -> None:
+    task = make_task(**counting_carry())
+    with task.get_worker_pool() as pool:
+        task.collect_samples(None, pool, 4, use_tqdm=False)
+        wide = TensorDict({"memory": {"count": torch.zeros(3)}}, batch_size=[])
+        type(task).get_initial_carry = lambda self, model: wide  # type: ignore[method-assign]
+        with pytest.raises(HookError, match=r"must keep its shape \(1,\).*call pool.reset"):
+            task.collect_samples(None, pool, 4, use_tqdm=False)
 
 
 # ---- batches and partial batches ----------------------------------------------------------------
