@@ -39,7 +39,7 @@ class Collection:
 
     Attributes:
         rollout: The pool's open pieces.
-        num_dropped: Rows of pieces shorter than `min_trajectory_length` so far.
+        dropped: Pieces shorter than `min_trajectory_length` so far.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Collection:
     ) -> None:
         self._model, self._pool, self._options, self._plan = model, pool, options, plan
         self.rollout = rollout_of(pool)
-        self.num_dropped = 0
+        self.dropped: list[Piece] = []
         self._actor = Actor(
             task,
             model,
@@ -67,6 +67,8 @@ class Collection:
         self.later: list[Piece] = []
         self._started = False
         self.drain()
+        if pool.num_pending:  # its rows are not complete, and must not be cut
+            raise CollectionInterrupted("asked to stop while steps of an earlier call are pending")
         self._take_leftovers()
 
     # ---- rows left from an earlier call ----------------------------------------------------------
@@ -116,6 +118,10 @@ class Collection:
         pool, options = self._pool, self._options
         if pool.interrupt is not None and pool.interrupt():
             raise CollectionInterrupted("asked to stop between two steps")
+        if pool.memory is not self.rollout and not pool.closed:
+            raise PoolStateError(
+                "cannot go on collecting, as the pool was reset meanwhile; begin a new collection"
+            )
         if not self._started:
             self._started = True
             idle = pool.all_ids
@@ -186,7 +192,12 @@ class Collection:
                 self._bar.update(self._pool.num_posted - posted)
             if ready[0].length >= shortest:
                 return ready[0]
-            self.num_dropped += ready.popleft().length
+            self.dropped.append(ready.popleft())
+
+    @property
+    def num_dropped(self) -> int:
+        """Rows of the dropped pieces."""
+        return sum(piece.length for piece in self.dropped)
 
     def accept(self) -> None:
         """Takes the piece that `next_piece` has just given."""
@@ -212,7 +223,7 @@ class Collection:
             self._pool.close()
             return
         self.drain()
-        if self.num_dropped:
+        if self.dropped:
             logger.info(
                 "left out %d rows of pieces shorter than min_trajectory_length=%d",
                 self.num_dropped,

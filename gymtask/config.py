@@ -10,6 +10,7 @@ import difflib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
+from numbers import Integral
 from typing import Any
 
 from gymtask.errors import ConfigurationError
@@ -157,8 +158,17 @@ def raise_if_any(problems: list[str]) -> None:
 
 def require_int(name: str, value: object, minimum: int) -> Iterator[str]:
     """Yields the broken rule, if any, of a whole number that must be at least `minimum`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+    # Integral and not int: a count may well be a numpy integer.
+    if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < minimum:
         yield f"`{name}` must be an integer of at least {minimum}, got {value!r}"
+
+
+def require_seed(name: str, value: object) -> Iterator[str]:
+    """Yields the broken rule, if any, of a seed, which torch's generators must take too."""
+    problems = list(require_int(name, value, 0))
+    yield from problems
+    if not problems and int(value) >= 2**63:  # type: ignore[call-overload]
+        yield f"`{name}` must be below 2**63, got {value!r}"
 
 
 def require_number(name: str, value: object, *, positive: bool = False) -> Iterator[str]:
@@ -249,14 +259,15 @@ def _limits(config: ReinforcementLearningTaskConfig) -> Iterator[str]:
             yield from require_int(name, getattr(config, name), 0)
     if config.max_seconds is not None:
         yield from require_number("max_seconds", config.max_seconds)
-    if not isinstance(config.name, str) or not config.name or "/" in config.name:
-        yield f"`name` must be a non-empty string without '/', got {config.name!r}"
+    name = config.name
+    if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\0" in name:
+        yield f"`name` must be a non-empty string without '/', got {name!r}"
 
 
 def _environment(config: EnvironmentConfig) -> Iterator[str]:
     yield from require_int("environment.num_env_workers", config.num_env_workers, 0)
     yield from require_choice("environment.env_worker_mode", config.env_worker_mode, WORKER_MODES)
-    yield from require_int("environment.env_seed", config.env_seed, 0)
+    yield from require_seed("environment.env_seed", config.env_seed)
     yield from require_number("environment.env_cleanup_time", config.env_cleanup_time)
     yield from require_int("environment.max_steps", config.max_steps, 1)
     yield from require_bool("environment.action_clip", config.action_clip)
@@ -290,7 +301,7 @@ def _dataloader(name: str, config: DataLoaderConfig) -> Iterator[str]:
     for flag in ("shuffle", "pin_memory", "drop_last"):
         yield from require_bool(f"{name}.{flag}", getattr(config, flag))
     if config.seed is not None:
-        yield from require_int(f"{name}.seed", config.seed, 0)
+        yield from require_seed(f"{name}.seed", config.seed)
     # A batch of windows is one gather from memory; processes that load batches ahead do not exist
     # yet.
     unused = {

@@ -81,10 +81,12 @@ class EnvironmentMaker:
                 "`env` must be an id, an EnvSpec or a callable that returns a gymnasium.Env, got"
                 f" {env!r}"
             )
-        if isinstance(info_keys, str) or not all(isinstance(key, str) for key in info_keys):
+        if not isinstance(info_keys, (list, tuple)) or not all(
+            isinstance(key, str) for key in info_keys
+        ):
             raise MakerError(f"`info_keys` must be a sequence of strings, got {info_keys!r}")
-        if callable(wrappers):
-            raise MakerError(f"`wrappers` must be a list of callables, got {wrappers!r} alone")
+        if not isinstance(wrappers, (list, tuple)):
+            raise MakerError(f"`wrappers` must be a list of callables, got {wrappers!r}")
         for wrapper in wrappers:
             if not callable(wrapper):
                 raise MakerError(

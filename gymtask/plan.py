@@ -105,7 +105,11 @@ class FirstCome(Plan):
     @override
     def admit(self, env_ids: Array, step: Array) -> Array:
         if self._whole_episodes:
-            admitted = env_ids if self._owing > 0 else env_ids[step[env_ids] > 0]
+            goes_on = step[env_ids] > 0
+            # Episodes begin only while the sum is not reached, also if many could begin at once.
+            begins = np.flatnonzero(~goes_on)[: max(0, self._owing - int(goes_on.sum()))]
+            goes_on[begins] = True
+            admitted = env_ids[goes_on]
         else:
             admitted = env_ids[: self._owing]
         self._owing -= len(admitted)

@@ -82,15 +82,21 @@ def collect_samples(
             while (piece := collection.next_piece()) is not None:
                 collection.accept()
                 pieces.append(piece)
-        pieces.sort(key=lambda piece: (piece.env_id, piece.first_run_step))
+        pieces.sort(key=_place)
         samples = _postprocess(task, model, pieces, pool)
     except BaseException:
         # Rows that nobody was given are the next call's first.
+        pieces = sorted([*pieces, *collection.dropped], key=_place)
         rollout.done_pieces.extendleft(reversed(pieces))
         raise
     samples.num_dropped = collection.num_dropped
-    samples.episodes, rollout.episodes = rollout.episodes, []
+    samples.episodes = sorted(rollout.episodes, key=lambda each: (each.env_id, each.trajectory_id))
+    rollout.episodes = []
     return samples
+
+
+def _place(piece: Piece) -> tuple[int, int]:
+    return piece.env_id, piece.first_run_step
 
 
 def _postprocess(

@@ -229,6 +229,8 @@ def _noise(kind: str, like: Tensor, states: TensorDictBase) -> Tensor:
             f"`states` must have one row for each of the {like.shape[0]} rows to draw, got batch"
             f" size {tuple(states.batch_size)}"
         )
+    if not like.is_floating_point():
+        raise ConfigurationError(f"logits and means must be floats, got {like.dtype}")
     streams = _local.streams
     if streams is not None:
         return streams.draw(kind, tuple(like.shape[1:]), states).to(like.device, like.dtype)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 import os
-import pickle
 import random
 import re
 import shutil
@@ -188,8 +187,8 @@ def load_checkpoint(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 def _load(path: Path) -> dict[str, Any]:
     try:
         content = torch.load(path, map_location="cpu")
-    except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
-        raise CheckpointError(f"cannot read {path}: {error}") from error
+    except Exception as error:  # what torch makes of a damaged file can be anything
+        raise CheckpointError(f"cannot read {path}: {type(error).__name__}: {error}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} must hold a dict, got a {type(content).__name__}")
     return content
@@ -246,7 +245,10 @@ def tidy(run_dir: Path, resumed: Path | None) -> None:
     Those belong to a future that this run will not have; they are renamed to "superseded-...".
     """
     for leftover in (run_dir / FOLDER).glob(f"{TEMPORARY}*"):
-        shutil.rmtree(leftover)
+        if leftover.is_dir():
+            shutil.rmtree(leftover)
+        else:
+            leftover.unlink()
     if resumed is None:
         return
     for newer in list_checkpoints(run_dir):

@@ -15,6 +15,7 @@ from gymtask.config import (
     require_config,
     require_int,
     require_number,
+    require_seed,
     unknown_attributes,
 )
 
@@ -172,7 +173,7 @@ def _training(config: TrainerConfig) -> Iterator[str]:
         yield from require_number("clip_grad_norm", config.clip_grad_norm, positive=True)
     yield from require_choice("accelerator", config.accelerator, ACCELERATORS)
     if config.seed is not None:
-        yield from require_int("seed", config.seed, 0)
+        yield from require_seed("seed", config.seed)
     yield from require_int("log_interval", config.log_interval, 1)
     yield from require_int("num_eval_episodes", config.num_eval_episodes, 1)
     for name in ("eval_interval", "checkpoint_interval", "clip_interval"):

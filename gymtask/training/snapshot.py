@@ -29,6 +29,12 @@ from gymtask.workers.pool import WorkerPool
 
 
 @dataclass
+_NEEDED = frozenset(
+    {"name", "model", "task", "optimizers", "schedulers", "state", "recent_returns", "num_envs"}
+    | {"num_resumes", "num_evaluations", "num_clips"}
+)
+
+
 class Snapshot:
     """The parts of a run that go into a checkpoint, and come out of it.
 
@@ -86,6 +92,9 @@ class Snapshot:
         Raises:
             CheckpointError: Names everything that differs.
         """
+        missing = sorted(_NEEDED - saved.keys())
+        if missing:
+            raise CheckpointError(f"a checkpoint must hold {sorted(_NEEDED)}, got none of {missing}")
         problems = list(self._problems(saved, num_envs))
         if problems:
             raise CheckpointError("the checkpoint is of another run:\n" + "\n".join(problems))

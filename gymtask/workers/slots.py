@@ -107,7 +107,10 @@ def _carve(leaves: Sequence[Leaf], num_envs: int, memory: Any) -> list[Array]:
     arrays, offset = [], 0
     for leaf in leaves:
         shape = (num_envs, *leaf.shape)
-        flat: Array = np.frombuffer(memory, leaf.dtype, int(np.prod(shape)), offset)
+        count = int(np.prod(shape))  # 0 would mean "all that is left" to numpy
+        flat: Array = (
+            np.frombuffer(memory, leaf.dtype, count, offset) if count else np.empty(0, leaf.dtype)
+        )
         arrays.append(flat.reshape(shape))
         offset += _padded(leaf, num_envs)
     return arrays

@@ -6,6 +6,7 @@ import signal
 import threading
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -402,3 +403,56 @@ def test_ctrl_c_at_any_moment_ends_a_loop_of_ones_own_and_leaves_no_step_waited_
         rounds += pool.closed or pool.num_pending == 0
         pool.close()
     assert rounds == 4
+
+
+def test_first_come_begins_no_more_episodes_than_the_sum_needs() -> None:
+    task = make_task(num_envs=5, workers=1, env=lambda: ScriptedEnv(10))
+    keywords = {"whole_episodes": True, "allocation": "first_come", "use_tqdm": False}
+    with task.get_worker_pool() as pool:
+        assert task.collect_samples(None, pool, 1, **keywords).num_transitions == 10
+
+
+def test_a_reset_in_the_middle_of_a_collection_is_an_error_and_no_wrong_row() -> None:
+    task = make_task(num_envs=1, workers=1, env=lambda: ScriptedEnv(4))
+    with task.get_worker_pool() as pool:
+        generator = task.iter_samples(None, pool, use_tqdm=False)
+        next(generator)
+        while pool.num_pending:
+            pool.take(1, 1)
+        pool.reset()
+        with pytest.raises(PoolStateError, match="the pool was reset meanwhile"):
+            next(generator)
+
+
+def test_episodes_are_ordered_by_environment_and_time_whatever_the_timing() -> None:
+    env = lambda: ScriptedEnv(2, seconds=(0.02, 0.0))  # noqa: E731
+    task = make_task(num_envs=2, workers=2, mode="thread", env=env)
+    with task.get_worker_pool() as pool:
+        episodes = task.collect_samples(None, pool, 8, use_tqdm=False).episodes
+    assert [episode.env_id for episode in episodes] == [0, 0, 1, 1]
+
+
+def test_rows_dropped_by_a_collection_that_fails_are_not_lost() -> None:
+    calls = 0
+
+    def get_actions(self: Any, model: Any, states: TensorDict, optimal: bool) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == 7:
+            raise RuntimeError("boom")
+        return torch.zeros(len(states), dtype=torch.int64)
+
+    task = make_task(env=lambda: ScriptedEnv((2, 50)), get_actions=get_actions)
+    with task.get_worker_pool() as pool:
+        with pytest.raises(RuntimeError, match="boom"):
+            task.collect_samples(None, pool, 20, min_trajectory_length=3, use_tqdm=False)
+        samples = task.collect_samples(None, pool, 20, use_tqdm=False)
+    assert samples[0].samples["observation"][0, 0] == 0
+    assert samples.num_transitions == 20
+
+
+def test_counts_may_be_numpy_integers() -> None:
+    task = make_task()
+    with task.get_worker_pool() as pool:
+        total = np.int64(6)
+        assert task.collect_samples(None, pool, total, use_tqdm=False).num_transitions == 6
