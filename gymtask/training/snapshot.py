@@ -28,13 +28,13 @@ from gymtask.training.updates import Updater
 from gymtask.workers.pool import WorkerPool
 
 
-@dataclass
 _NEEDED = frozenset(
     {"name", "model", "task", "optimizers", "schedulers", "state", "recent_returns", "num_envs"}
     | {"num_resumes", "num_evaluations", "num_clips"}
 )
 
 
+@dataclass
 class Snapshot:
     """The parts of a run that go into a checkpoint, and come out of it.
 
@@ -94,7 +94,9 @@ class Snapshot:
         """
         missing = sorted(_NEEDED - saved.keys())
         if missing:
-            raise CheckpointError(f"a checkpoint must hold {sorted(_NEEDED)}, got none of {missing}")
+            raise CheckpointError(
+                f"a checkpoint must hold {sorted(_NEEDED)}, got none of {missing}"
+            )
         problems = list(self._problems(saved, num_envs))
         if problems:
             raise CheckpointError("the checkpoint is of another run:\n" + "\n".join(problems))
