@@ -27,7 +27,6 @@ from gymtask.training.config import TrainerConfig
 from gymtask.training.updates import Updater
 from gymtask.workers.pool import WorkerPool
 
-
 _NEEDED = frozenset(
     {"name", "model", "task", "optimizers", "schedulers", "state", "recent_returns", "num_envs"}
     | {"num_resumes", "num_evaluations", "num_clips"}
