@@ -90,6 +90,7 @@ class TestClose:
         pool.reset()
         pool.send([0, 0])
         assert pool.recv(1).env_ids.tolist() == [0]
+        time.sleep(0.2)  # until the other thread is in its step: a job not begun is dropped
         start = time.monotonic()
         with pytest.warns(ResourceWarning, match=r"1 worker threads did not .* \[\(1,\)\]"):
             pool.close()
