@@ -103,8 +103,7 @@ class Actor:
         self.arrays |= {(name,): row for name, row in zip(COUNTERS, self.counters, strict=True)}
         self.arrays["is_init",] = np.zeros(capacity, bool)
         self.arrays["env_id",] = np.zeros(capacity, np.int64)
-        self._views: dict[int, TensorDict] = {}
-        self._handed_out: dict[int, list[tuple[TensorDictBase, dict[str, Any]]]] = {}
+        self._views: dict[int, list[tuple[TensorDictBase, dict[str, Any]]]] = {}
 
     def _read_carry(self) -> None:
         self.carry_columns: list[Column] = []
@@ -165,9 +164,8 @@ class Actor:
                 np.nan if kind == "f" else True if kind == "b" else np.iinfo(array.dtype).max
             )
 
-    def _view(self, n: int) -> TensorDict:
-        view = self._views.get(n)
-        if view is None:
+    def _view(self, n: int) -> TensorDictBase:
+        if n not in self._views:
             tensors = {key: torch.from_numpy(array[:n]) for key, array in self.arrays.items()}
             observation = [tensors[column.key] for column in self.observation_columns]
             view = TensorDict(
@@ -177,13 +175,12 @@ class Actor:
                 view[column.key] = tensors[column.key]
             for name in STATE_KEYS:
                 view[name] = tensors[(name,)]
-            self._views[n] = view
-            self._handed_out[n] = _parts_of(view)
-        return view
+            self._views[n] = _parts_of(view)
+        return self._views[n][0][0]
 
     def _drop_if_changed(self, n: int) -> None:
         """Lets the next call see `states` as it was, also where a policy put keys in."""
-        for part, content in self._handed_out[n]:
+        for part, content in self._views[n]:
             # By identity: comparing tensors would compute something.
             if len(part.keys()) != len(content) or any(
                 found is not content.get(name) for name, found in part.items()
@@ -222,7 +219,7 @@ class Actor:
         """What `returned` holds beside the states that were handed out, by its first key."""
         content: dict[str, Any] = dict(returned.items())
         if returned is states:
-            # A TensorDictModule writes into its input, which the next call uses again.
+            # A TensorDictModule writes into its input.
             known = {"observation", *STATE_KEYS, *(column.key[0] for column in self.carry_columns)}
             content = {name: value for name, value in content.items() if name not in known}
         elif not self._not_returned.isdisjoint(content):

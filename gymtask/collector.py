@@ -268,13 +268,11 @@ def noise_of(pool: WorkerPool) -> NoiseStreams:
 def begin(
     task: ReinforcementLearningTask[Any, Any], model: Any, pool: WorkerPool, options: CollectOptions
 ) -> Collection:
-    """Opens a collection with these options.
+    """Opens a collection with these options, which are checked already.
 
     Raises:
-        ConfigurationError: The options do not fit together, or not the pool.
         PoolStateError: Another collection is running on the pool, or it was stepped by hand.
     """
-    options.check(pool.num_envs)
     total, whole = options.total_samples, options.whole_episodes
     plan: Plan
     if total is None:
