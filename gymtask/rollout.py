@@ -102,11 +102,15 @@ class Rollout:
                 if column.key in self._initial_carry:
                     self._states[column.key][:, 0] = self._initial_carry[column.key]
         self._states = {column.key: self._states[column.key] for column in columns}
-        for leaf, dtype, key in zip(
-            actor.codec.leaves, actor.codec.dtypes, self._action_keys, strict=True
-        ):
-            self._rows.setdefault(key, self._table(Column(key, leaf.shape, dtype)))
-        self._rows.setdefault(_OUTCOME, self._table(Column(_OUTCOME, (), OUTCOME)))
+        rows = [
+            Column(key, leaf.shape, dtype)
+            for key, leaf, dtype in zip(
+                self._action_keys, actor.codec.leaves, actor.codec.dtypes, strict=True
+            )
+        ]
+        for column in [*rows, Column(_OUTCOME, (), OUTCOME)]:
+            if column.key not in self._rows:
+                self._rows[column.key] = self._table(column)
         if fresh:
             for key, leaf_array in zip(
                 self._observation_keys, self._pool.slots.observation, strict=True
