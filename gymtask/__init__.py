@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from gymtask.trainer import Trainer as Trainer
     from gymtask.trainer import TrainerConfig as TrainerConfig
     from gymtask.trainer import evaluate as evaluate
+    from gymtask.vector.make import make_vec as make_vec
+    from gymtask.vector.process import ProcessVectorEnv as ProcessVectorEnv
     from gymtask.video import write_video as write_video
     from gymtask.workers.pool import WorkerPool as WorkerPool
     from gymtask.workers.worker import BaseEnvironmentWorker as BaseEnvironmentWorker
@@ -55,6 +57,8 @@ _HOMES = {
     "returns": ("discounted_returns", "generalized_advantage_estimate"),
     "task": ("ReinforcementLearningTask", "State"),
     "trainer": ("SamplingConfig", "Trainer", "TrainerConfig", "evaluate"),
+    "vector.make": ("make_vec",),
+    "vector.process": ("ProcessVectorEnv",),
     "video": ("write_video",),
     "workers.pool": ("WorkerPool",),
     "workers.worker": ("BaseEnvironmentWorker", "Steps"),
@@ -75,6 +79,7 @@ __all__ = [
     "ErrorHandlingConfig",
     "GymtaskError",
     "MultiReplaySamples",
+    "ProcessVectorEnv",
     "ReinforcementLearningTask",
     "ReinforcementLearningTaskConfig",
     "ReplayDataset",
@@ -89,6 +94,7 @@ __all__ = [
     "errors",
     "evaluate",
     "generalized_advantage_estimate",
+    "make_vec",
     "sampling",
     "testing",
     "write_video",

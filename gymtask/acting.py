@@ -1,8 +1,4 @@
-"""One call of the policy: the states it sees, and what it returned, checked.
-
-The states of a batch lie in arrays that are made once; a TensorDict view of the first n rows is
-kept for each n, so a step builds none.
-"""
+"""One call of the policy: the states it sees, and what it returned, checked."""
 
 from __future__ import annotations
 
@@ -10,46 +6,38 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 
 from gymtask.errors import ActionError, HookError
 from gymtask.sampling import NoiseStreams
-from gymtask.spaces import ActionCodec, nest_tensors, stored_dtype, to_numpy
-from gymtask.trajectory import NEXT_KEYS, RESERVED_KEYS, STATE_KEYS, Key
+from gymtask.spaces import ActionCodec, stored_dtype, to_numpy
+from gymtask.states import Column, States, entries_of
+from gymtask.tape import Key
+from gymtask.trajectory import NEXT_KEYS, RESERVED_KEYS, STATE_KEYS
 from gymtask.workers.layout import Array, Space, space_leaves
 
 if TYPE_CHECKING:
     from gymtask.task import ReinforcementLearningTask
 
 
-COUNTERS = ("step", "run_step", "trajectory_id")
-
-
-@dataclass(frozen=True)
-class Column:
-    """What is kept for one key: its shape and dtype without the axis of rows."""
-
-    key: Key
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-
-
-@dataclass
+@dataclass(slots=True)
 class Answer:
     """What the policy chose for n environments, as arrays.
 
     Attributes:
         actions: For each leaf of the action space [n, *shape], as stored.
+        decoded: The same as environments get them.
         extras: What else `get_actions` returned, by key.
         carries: What it returned under ("next", key), by the carry's key.
     """
 
     actions: list[Array]
+    decoded: list[Array]
     extras: dict[Key, Array]
     carries: dict[Key, Array]
 
@@ -58,29 +46,27 @@ class Actor:
     """Calls `get_actions` for a batch of environments.
 
     Attributes:
+        task: Whose policy it is.
+        noise: The action noise.
         codec: Checks and converts actions.
         observation_columns: The leaves of the observation, as stored.
         carry_columns: The keys of `get_initial_carry`.
         initial_carry: For each of them the value at an episode's start.
-        arrays: What the policy sees, by key, [capacity, ...].
-        counters: Of these step, run_step and trajectory_id, int64 [3, capacity].
+        states: What the policy sees.
     """
 
     def __init__(
         self,
         task: ReinforcementLearningTask[Any, Any],
-        model: Any,
         *,
         observation_space: Space,
         action_space: Space,
         capacity: int,
         noise: NoiseStreams,
-        optimal: bool,
         keep_float64: bool,
     ) -> None:
-        self._task, self._model, self._optimal, self._noise = task, model, optimal, noise
-        self._device = device_of(model)
-        self._debug = os.environ.get("GYMTASK_DEBUG", "0") not in ("", "0")
+        self.task, self.noise = task, noise
+        self._space, self._capacity = observation_space, capacity
         self.codec = ActionCodec(action_space, clip=task.config.environment.action_clip)
         self.observation_columns = [
             Column(
@@ -90,28 +76,31 @@ class Actor:
             )
             for leaf in space_leaves(observation_space, "observation")
         ]
+        self.states = States(observation_space, self.observation_columns, [], capacity)
+
+    def begin(self, model: Any, *, optimal: bool) -> None:
+        """Makes ready for calls with this model, whose initial carry is asked for.
+
+        Raises:
+            HookError: The carry breaks its contract.
+        """
+        self._model, self._optimal = model, optimal
+        self._device = device_of(model)
+        self._debug = os.environ.get("GYMTASK_DEBUG", "0") not in ("", "0")
         self._read_carry()
+        if self.carry_columns != self.states.carry_columns:
+            columns = self.observation_columns
+            self.states = States(self._space, columns, self.carry_columns, self._capacity)
         carried = {column.key[0] for column in self.carry_columns}
         self._not_returned = (RESERVED_KEYS | carried) - {"next"}
-        self._space = observation_space
-        self._capacity = capacity
-        self.arrays: dict[Key, Array] = {
-            column.key: np.zeros((capacity, *column.shape), column.dtype)
-            for column in [*self.observation_columns, *self.carry_columns]
-        }
-        self.counters: Array = np.zeros((len(COUNTERS), capacity), np.int64)
-        self.arrays |= {(name,): row for name, row in zip(COUNTERS, self.counters, strict=True)}
-        self.arrays["is_init",] = np.zeros(capacity, bool)
-        self.arrays["env_id",] = np.zeros(capacity, np.int64)
-        self._views: dict[int, list[tuple[TensorDictBase, dict[str, Any]]]] = {}
 
     def _read_carry(self) -> None:
         self.carry_columns: list[Column] = []
         self.initial_carry: dict[Key, Array] = {}
-        if not overrides(self._task, "get_initial_carry"):
+        if not overrides(self.task, "get_initial_carry"):
             return
         with eval_mode(self._model), torch.no_grad():
-            carry = self._task.get_initial_carry(self._model)
+            carry = self.task.get_initial_carry(self._model)
         if not isinstance(carry, TensorDictBase) or carry.batch_size != ():
             raise HookError(
                 f"`get_initial_carry` must return a TensorDict with batch size [], got {carry!r}"
@@ -125,30 +114,37 @@ class Actor:
             self.carry_columns.append(Column(path, array.shape, array.dtype))
             self.initial_carry[path] = array
 
-    def act(self, env_ids: Array) -> Answer:
-        """Calls the policy for environments whose states lie in the first n rows of `arrays`.
+    def act(self, env_ids: Array, even_run_step: int = -1, block: slice = slice(None)) -> Answer:
+        """Calls the policy for environments whose states lie in the first n rows.
 
         The caller holds `eval_mode`.
+
+        Args:
+            env_ids: int64 [n].
+            even_run_step: Their step of the run, if they are a block of all and at the same.
+            block: Which block of all they are, if `even_run_step` says so.
 
         Raises:
             ActionError: The actions do not fit; no environment has moved.
             HookError: Something else in what it returned breaks its contract.
         """
         n = len(env_ids)
-        base = self._view(n)
+        base = self.states.view(n)
         states: TensorDictBase = base if self._device is None else base.to(self._device)
-        self._noise.begin(states, env_ids, self.counters[1, :n])
+        run_steps = self.states.counters[1, :n]
+        self.noise.begin(states, env_ids, run_steps, even_run_step, block)
         gradients = torch.is_grad_enabled()
         try:
-            # As torch.no_grad() does, for a quarter of its time. Not around the whole loop: an
+            # As torch.no_grad() does, for a tenth of its time. Not around the whole loop: an
             # environment in this process may need gradients of its own.
-            torch.set_grad_enabled(False)
-            returned = self._task.get_actions(self._model, states, self._optimal)
+            torch._C._set_grad_enabled(False)
+            returned = self.task.get_actions(self._model, states, self._optimal)
+            answer = self._read_answer(returned, states, n)
         finally:
-            torch.set_grad_enabled(gradients)
-            self._noise.end()
-            self._drop_if_changed(n)
-        return self._read_answer(returned, states, n)
+            torch._C._set_grad_enabled(gradients)
+            self.noise.end()
+            self.states.restore(n)
+        return answer
 
     def release(self, num_rows: int) -> None:
         """Called when an answer is stored.
@@ -156,49 +152,21 @@ class Actor:
         With GYMTASK_DEBUG=1 it fills the states with nonsense, so that a
         reference that the policy kept by mistake shows at once.
         """
-        if not self._debug:
-            return
-        for array in self.arrays.values():
-            kind = array.dtype.kind
-            array[:num_rows] = (
-                np.nan if kind == "f" else True if kind == "b" else np.iinfo(array.dtype).max
-            )
-
-    def _view(self, n: int) -> TensorDictBase:
-        if n not in self._views:
-            tensors = {key: torch.from_numpy(array[:n]) for key, array in self.arrays.items()}
-            observation = [tensors[column.key] for column in self.observation_columns]
-            view = TensorDict(
-                {"observation": nest_tensors(self._space, observation)}, batch_size=[n]
-            )
-            for column in self.carry_columns:
-                view[column.key] = tensors[column.key]
-            for name in STATE_KEYS:
-                view[name] = tensors[(name,)]
-            self._views[n] = _parts_of(view)
-        return self._views[n][0][0]
-
-    def _drop_if_changed(self, n: int) -> None:
-        """Lets the next call see `states` as it was, also where a policy put keys in."""
-        for part, content in self._views[n]:
-            # By identity: comparing tensors would compute something.
-            if len(part.keys()) != len(content) or any(
-                found is not content.get(name) for name, found in part.items()
-            ):
-                del self._views[n]
-                return
+        if self._debug:
+            self.states.spoil(num_rows)
 
     def _read_answer(self, returned: Any, states: TensorDictBase, n: int) -> Answer:
         kind = type(returned)
-        if (kind is Tensor or isinstance(returned, Tensor)) and not self.carry_columns:
-            return Answer(self.codec.encode(returned, n), {}, {})
+        if kind is not TensorDict and isinstance(returned, Tensor) and not self.carry_columns:
+            actions = self.codec.encode(returned, n)
+            return Answer(actions, self.codec.decode(actions), {}, {})
         if kind is not TensorDict and not isinstance(returned, TensorDictBase):
             needed = ' with "action" and ("next", key) for each carry' if self.carry_columns else ""
             raise HookError(
                 f"`get_actions` must return a Tensor or a TensorDict{needed}, got"
                 f" {type(returned).__name__}"
             )
-        if returned.batch_size[:1] != (n,):
+        if len(returned) != n:
             raise ActionError(
                 f"`get_actions` must return a TensorDict of batch size [{n}], got"
                 f" {list(returned.batch_size)}"
@@ -208,16 +176,19 @@ class Actor:
             raise ActionError(
                 f'`get_actions` must return an "action", got only the keys {sorted(content)}'
             )
-        actions = self.codec.encode(content.pop("action"), n)
-        carries = self._read_carries(content.pop("next", None), n)
+        actions = self.codec.encode(content["action"], n)
+        carries: dict[Key, Array] = {}
+        if self.carry_columns or "next" in content:
+            carries = self._read_carries(content.get("next"), n)
         extras: dict[Key, Array] = {}
         for name, value in content.items():
-            _flatten_into(extras, (name,), value, n)
-        return Answer(actions, extras, carries)
+            if name not in ("action", "next"):
+                _flatten_into(extras, (name,), value, n)
+        return Answer(actions, self.codec.decode(actions), extras, carries)
 
     def _added(self, returned: TensorDictBase, states: TensorDictBase) -> dict[str, Any]:
         """What `returned` holds beside the states that were handed out, by its first key."""
-        content: dict[str, Any] = dict(returned.items())
+        content: dict[str, Any] = entries_of(returned)
         if returned is states:
             # A TensorDictModule writes into its input.
             known = {"observation", *STATE_KEYS, *(column.key[0] for column in self.carry_columns)}
@@ -231,8 +202,6 @@ class Actor:
         return content
 
     def _read_carries(self, following: Any, n: int) -> dict[Key, Array]:
-        if following is None and not self.carry_columns:
-            return {}
         found: dict[Key, Array] = {}
         if following is not None:
             _flatten_into(found, (), following, n)
@@ -252,19 +221,11 @@ class Actor:
         return found
 
 
-def _parts_of(view: TensorDictBase) -> list[tuple[TensorDictBase, dict[str, Any]]]:
-    """A TensorDict and all nested ones, each with what it holds."""
-    parts = [(view, dict(view.items()))]
-    for value in parts[0][1].values():
-        if isinstance(value, TensorDictBase):
-            parts += _parts_of(value)
-    return parts
-
-
 def _flatten_into(found: dict[Key, Array], key: Key, value: Any, n: int) -> None:
-    if type(value) is Tensor and value.ndim and len(value) == n:  # nearly always
-        found[key] = to_numpy(value)
-        return
+    if type(value) is Tensor:  # nearly always
+        array = found[key] = to_numpy(value)
+        if array.ndim and len(array) == n:
+            return
     if isinstance(value, TensorDictBase):
         for name, part in value.items():
             _flatten_into(found, (*key, name), part, n)
@@ -280,7 +241,7 @@ def _flatten_into(found: dict[Key, Array], key: Key, value: Any, n: int) -> None
 def device_of(model: Any) -> torch.device | None:
     """The device of a module's parameters, None for the CPU and for models that are no module."""
     if isinstance(model, nn.Module):
-        for tensor in (*model.parameters(), *model.buffers()):
+        for tensor in chain(model.parameters(), model.buffers()):
             return None if tensor.device.type == "cpu" else tensor.device
     return None
 

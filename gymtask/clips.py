@@ -18,7 +18,8 @@ from gymtask.errors import ConfigurationError, HookError
 from gymtask.maker import EnvironmentMaker
 from gymtask.sampling import NoiseStreams, stream_seed
 from gymtask.spaces import nest_tensors
-from gymtask.trajectory import Key, Piece, assemble
+from gymtask.tape import Key, Piece
+from gymtask.trajectory import assemble
 from gymtask.video import standardize_frame, write_video
 from gymtask.workers.layout import Array, space_leaves
 
@@ -86,16 +87,16 @@ class Clip:
         self, task: ReinforcementLearningTask[Any, Any], count: int, optimal: bool
     ) -> Actor:
         environment = self.environment
-        return Actor(
+        actor = Actor(
             task,
-            self._model,
             observation_space=environment.observation_space,
             action_space=environment.action_space,
             capacity=1,
             noise=NoiseStreams((task.config.environment.env_seed, "clip", count), 1),
-            optimal=optimal,
             keep_float64=environment.maker.keep_float64,
         )
+        actor.begin(self._model, optimal=optimal)
+        return actor
 
     def frames(self, standardize: bool) -> Iterator[Any]:
         """Plays the episode and yields its L + 1 pictures, or None for each if none is rendered.
@@ -117,12 +118,7 @@ class Clip:
 
     def states(self) -> TensorDict:
         """The rows played so far, TensorDict [L]."""
-        piece = Piece(
-            env_id=0,
-            trajectory_id=0,
-            first_step=0,
-            first_run_step=0,
-            length=self._length,
+        piece = Piece.from_arrays(
             states={key: np.stack(values) for key, values in self._states.items()},
             rows={key: np.stack(values) for key, values in self._rows.items()},
             infos=self._infos,
@@ -161,7 +157,7 @@ class Clip:
         return TensorDict(nested, batch_size=[]) if isinstance(nested, dict) else nested
 
     def _ask(self, actor: Actor) -> Answer:
-        arrays = actor.arrays
+        arrays = actor.states.arrays
         for key, values in self._states.items():
             arrays[key][0] = values[-1]
         arrays[("step",)][0] = arrays[("run_step",)][0] = self._length

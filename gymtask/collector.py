@@ -8,6 +8,7 @@ becomes of rows is the `Rollout`'s.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Self
 
@@ -21,7 +22,8 @@ from gymtask.plan import Endless, EpisodeShares, EqualShares, FirstCome, Plan, e
 from gymtask.replay import EpisodeRecord
 from gymtask.rollout import Rollout
 from gymtask.sampling import NoiseStreams
-from gymtask.trajectory import Piece
+from gymtask.tape import Piece
+from gymtask.together import EpisodesTogether, RowsTogether, shares_with_left
 from gymtask.workers.layout import Array
 from gymtask.workers.pool import WorkerPool
 
@@ -50,26 +52,28 @@ class Collection:
         options: CollectOptions,
         plan: Plan,
     ) -> None:
-        self._model, self._pool, self._options, self._plan = model, pool, options, plan
+        self._pool, self._options, self._plan = pool, options, plan
         self.rollout = rollout_of(pool)
         self.dropped: list[Piece] = []
-        self._actor = Actor(
-            task,
-            model,
-            observation_space=pool.observation_space,
-            action_space=pool.action_space,
-            capacity=pool.num_envs,
-            noise=noise_of(pool),
-            optimal=options.optimal,
-            keep_float64=pool.workers[0].maker.keep_float64,
-        )
-        self.rollout.open(self._actor)
+        self._actor = actor_of(task, pool, self.rollout)
+        self._actor.begin(model, optimal=options.optimal)
+        self.rollout.open(self._actor, self._num_rows())
         self.later: list[Piece] = []
         self._started = False
+        self._bar: Any = None
+        self._limit = options.max_batch_size or pool.num_envs
         self.drain()
         if pool.num_pending:  # its rows are not complete, and must not be cut
             raise CollectionInterrupted("asked to stop while steps of an earlier call are pending")
         self._take_leftovers()
+
+    def _num_rows(self) -> int | None:
+        """About how many rows each environment will give, if that is known."""
+        if self._options.total_samples is None:
+            return None
+        rows = -(-self._options.total_samples // self._pool.num_envs)
+        # Who is reset takes a row of the tape, too, and the last to give their share more of them.
+        return rows + rows // 4 + 8 if self._pool.steps_together else rows
 
     # ---- rows left from an earlier call ----------------------------------------------------------
 
@@ -83,15 +87,16 @@ class Collection:
         for piece in waiting:
             self._take_piece(piece)
         full = {piece.env_id for piece in self.later}
+        longest = self._options.max_trajectory_length
         for index in np.flatnonzero(rollout.length).tolist():
             length, room = int(rollout.length[index]), plan.room(index)
-            longest = self._options.max_trajectory_length
-            fits = room is None or (length <= room and index not in full)
-            if fits and (longest is None or length < longest):
-                plan.credit(index, length)  # it stays open, and goes on in this call
-            else:
+            if room is not None and (length > room or index in full):
                 rollout.cut(index)
                 self._take_piece(rollout.done_pieces.pop())
+                continue
+            plan.credit(index, length)  # it stays open, and goes on in this call
+            while longest is not None and rollout.length[index] >= longest:
+                rollout.cut(index, longest)
 
     def _take_piece(self, piece: Piece) -> None:
         room = self._plan.room(piece.env_id)
@@ -126,50 +131,47 @@ class Collection:
             self._started = True
             idle = pool.all_ids
         elif pool.num_pending:
-            limit = options.max_batch_size or pool.num_envs
-            idle = pool.take(options.min_batch_size, limit, options.max_wait_time)
+            idle = pool.take(options.min_batch_size, self._limit, options.max_wait_time)
             self._complete(idle)
         else:
             return False
-        self._go_on(idle)
+        admitted = self._plan.admit(idle, self.rollout.step)
+        if admitted is not idle and not options.whole_episodes:
+            for index in np.setdiff1d(idle, admitted).tolist():
+                self.rollout.cut(index)
+        if 0 < len(admitted) <= self._limit:
+            self._act(admitted)
+        else:
+            for start in range(0, len(admitted), self._limit):
+                self._act(admitted[start : start + self._limit])
         return True
 
     def _complete(self, env_ids: Array) -> None:
-        self.rollout.add_steps(env_ids)
-        longest = self._options.max_trajectory_length
+        rollout, longest = self.rollout, self._options.max_trajectory_length
+        rollout.add_steps(env_ids)
+        self._plan.complete(env_ids, rollout.step, self._pool.began)
         if longest is not None:
-            for index in env_ids[self.rollout.length[env_ids] >= longest].tolist():
-                self.rollout.cut(index)
-
-    def _go_on(self, idle: Array) -> None:
-        rollout = self.rollout
-        admitted = self._plan.admit(idle, rollout.step)
-        if len(admitted) < len(idle):
-            for index in np.setdiff1d(idle, admitted).tolist():
+            for index in env_ids[(rollout.length >= longest)[env_ids]].tolist():
                 rollout.cut(index)
-        limit = self._options.max_batch_size or len(idle)
-        if 0 < len(admitted) <= limit:
-            self._act(admitted)
-            return
-        for start in range(0, len(admitted), limit):
-            self._act(admitted[start : start + limit])
 
     def _act(self, env_ids: Array) -> None:
-        rollout, actor, slots = self.rollout, self._actor, self._pool.slots
-        rollout.write_states(env_ids, actor)
-        answer = actor.act(env_ids)
+        rollout, actor, pool = self.rollout, self._actor, self._pool
+        rollout.write_states(env_ids, actor.states)
+        block: Any = pool.blocks.get(id(env_ids), env_ids)
+        answer = actor.act(env_ids, rollout.even_run_step(env_ids), block)
         rollout.add_answer(env_ids, answer)
-        for target, values in zip(slots.action, actor.codec.decode(answer.actions), strict=True):
-            target[env_ids] = values
+        for target, values in zip(pool.slots.action, answer.decoded, strict=True):
+            target[block] = values
         actor.release(len(env_ids))  # only now: the answer may share memory with the states
-        self._pool.post(env_ids)
-        rollout.num_posted = self._pool.num_posted
+        pool.post(env_ids)
+        rollout.num_posted = pool.num_posted
 
     def drain(self) -> None:
         """Waits for outstanding steps and keeps their rows; every environment is idle then."""
         pool = self._pool
-        self.rollout.done_pieces.extend(self.later)
-        self.later = []
+        if self.later:  # those of one environment lie before or after its others
+            pieces = sorted([*self.rollout.done_pieces, *self.later], key=_time_of)
+            self.rollout.done_pieces, self.later = deque(pieces), []
         try:
             while pool.num_pending and not pool.closed:
                 self._complete(pool.take(pool.num_envs, pool.num_envs))
@@ -189,10 +191,27 @@ class Collection:
                 posted = self._pool.num_posted
                 if not self.turn():
                     return None
-                self._bar.update(self._pool.num_posted - posted)
+                if self._bar is not None:
+                    self._bar.update(self._pool.num_posted - posted)
+            if self._pool.steps_together and not self._divide(ready):
+                continue
             if ready[0].length >= shortest:
                 return ready[0]
             self.dropped.append(ready.popleft())
+
+    def _divide(self, ready: deque[Piece]) -> bool:
+        """Leaves of the first piece what this call hands out; False if that is nothing."""
+        piece = ready.popleft()
+        share = self._plan.share_of(piece.env_id, piece.length)
+        if share == piece.length:
+            ready.appendleft(piece)
+        elif share:
+            head, rest = piece.split(share)
+            ready.appendleft(head)
+            self.later.append(rest)
+        else:
+            self.later.append(piece)
+        return share > 0
 
     @property
     def num_dropped(self) -> int:
@@ -205,17 +224,14 @@ class Collection:
 
     def __enter__(self) -> Self:
         self.rollout.in_use = True
-        self._bar = tqdm(
-            total=self._options.total_samples,
-            unit="step",
-            desc="collect",
-            leave=False,
-            disable=not self._options.use_tqdm,
-        )
+        if self._options.use_tqdm:
+            total = self._options.total_samples
+            self._bar = tqdm(total=total, unit="step", desc="collect", leave=False)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._bar.close()
+        if self._bar is not None:
+            self._bar.close()
         self.rollout.in_use = False
         if kind is not None and not issubclass(kind, (Exception, GeneratorExit)):
             # Ctrl-C may have struck between any two lines: which steps are pending is not sure any
@@ -256,6 +272,27 @@ def rollout_of(pool: WorkerPool) -> Rollout:
     return rollout
 
 
+def _time_of(piece: Piece) -> int:
+    return piece.first_run_step
+
+
+def actor_of(
+    task: ReinforcementLearningTask[Any, Any], pool: WorkerPool, rollout: Rollout
+) -> Actor:
+    """What calls the task's policy; that of the last collection if it was of the same task."""
+    noise, actor = noise_of(pool), rollout.actor
+    if actor is None or actor.task is not task or actor.noise is not noise:
+        actor = rollout.actor = Actor(
+            task,
+            observation_space=pool.observation_space,
+            action_space=pool.action_space,
+            capacity=pool.num_envs,
+            noise=noise,
+            keep_float64=pool.workers[0].maker.keep_float64,
+        )
+    return actor
+
+
 def noise_of(pool: WorkerPool) -> NoiseStreams:
     """The action noise of a pool."""
     key = pool.noise_key
@@ -273,18 +310,25 @@ def begin(
     Raises:
         PoolStateError: Another collection is running on the pool, or it was stepped by hand.
     """
-    total, whole = options.total_samples, options.whole_episodes
-    plan: Plan
-    if total is None:
-        plan = Endless()
-    elif options.allocation == "first_come":
-        plan = FirstCome(total, whole)
-    else:
-        plan = EqualShares(equal_shares(total, pool.num_envs, pool.cursor), whole)
+    total = options.total_samples
+    plan = _plan(pool, options, rollout_of(pool))
     collection = Collection(task, model, pool, options, plan)
     if total is not None and options.allocation == "equal":
         pool.cursor = (pool.cursor + total) % pool.num_envs
     return collection
+
+
+def _plan(pool: WorkerPool, options: CollectOptions, rollout: Rollout) -> Plan:
+    total, whole = options.total_samples, options.whole_episodes
+    if total is None:
+        return Endless()
+    together = pool.steps_together
+    if options.allocation == "first_come":
+        return RowsTogether(total, pool.num_envs, whole) if together else FirstCome(total, whole)
+    shares = equal_shares(total, pool.num_envs, pool.cursor)
+    if not together:
+        return EqualShares(shares, whole)
+    return RowsTogether(shares_with_left(shares, rollout.num_left()), pool.num_envs, whole)
 
 
 def run_episodes(
@@ -304,9 +348,13 @@ def run_episodes(
     """
     pool.reset()
     options = CollectOptions(optimal=optimal, use_tqdm=False)
-    collection = Collection(task, model, pool, options, EpisodeShares(shares))
+    plan = EpisodesTogether(shares) if pool.steps_together else EpisodeShares(shares)
+    collection = Collection(task, model, pool, options, plan)
     with collection, eval_mode(model):
         while collection.next_piece() is not None:
             collection.accept()
     episodes, collection.rollout.episodes = collection.rollout.episodes, []
-    return sorted(episodes, key=lambda episode: (episode.env_id, episode.trajectory_id))
+    episodes.sort(key=lambda episode: (episode.env_id, episode.trajectory_id))
+    played = [[each for each in episodes if each.env_id == index] for index in range(len(shares))]
+    # Environments that step together play on until the last one is done.
+    return [each for own, share in zip(played, shares, strict=True) for each in own[:share]]

@@ -18,7 +18,7 @@ from gymtask.errors import ConfigurationError
 MISSING: Any = "???"
 """Marks a field without a default; the value is the one that OmegaConf and Hydra use too."""
 
-WORKER_MODES = ("sync", "thread", "process")
+WORKER_MODES = ("sync", "thread", "process", "native")
 
 
 @dataclass
@@ -27,7 +27,8 @@ class EnvironmentConfig:
 
     Attributes:
         num_env_workers: Number of workers; 0 runs the environments in this process.
-        env_worker_mode: "sync", "thread" or "process".
+        env_worker_mode: "sync", "thread", "process" or "native": one VectorEnv that steps all
+            environments together, whatever `num_env_workers` says.
         env_seed: Environment i is first reset with `env_seed + i`, and never again with a seed.
         env_cleanup_time: Seconds that workers get to close their environments before they are
             killed.

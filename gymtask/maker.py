@@ -16,6 +16,7 @@ import cloudpickle
 import gymnasium as gym
 from gymnasium.envs import registration
 from gymnasium.envs.registration import EnvSpec
+from gymnasium.vector import VectorEnv
 from gymnasium.wrappers import TimeLimit
 
 from gymtask.errors import MakerError
@@ -150,6 +151,10 @@ class EnvironmentMaker:
         keywords = dict(self.kwargs)
         if self.render_mode is not None and takes_keyword(source, "render_mode"):
             keywords["render_mode"] = self.render_mode
+        if needs_keyword(source, "num_envs") and "num_envs" not in keywords:
+            raise MakerError(
+                f"{source!r} must make a gymnasium.Env without `num_envs`{_VECTOR_HINT}"
+            )
         env = _checked(source(**keywords), source)
         if self.max_episode_steps is None:
             return env
@@ -163,6 +168,58 @@ class EnvironmentMaker:
                 )
             layer = layer.env
         return TimeLimit(env, self.max_episode_steps)
+
+    def make_vector(self, num_envs: int, seed: int) -> Any:
+        """Makes a `gymnasium.vector.VectorEnv` of so many environments.
+
+        An id must be registered with a `vector_entry_point`. A callable gets the keywords
+        `num_envs` and `seed` if its signature takes them.
+
+        Raises:
+            MakerError: It is no VectorEnv, or of another size; or there are wrappers, which are
+                made for single environments.
+            gymnasium.error.Error: The id has no vector entry point.
+        """
+        if self.wrappers:
+            raise MakerError(
+                "`wrappers` must be empty in native mode, as they take single environments, got"
+                f" {list(self.wrappers)}; pass a callable that returns the wrapped VectorEnv"
+            )
+        keywords = dict(self.kwargs)
+        given = {"render_mode": self.render_mode, "max_episode_steps": self.max_episode_steps}
+        if isinstance(self.env, EnvSpec):
+            keywords |= {name: value for name, value in given.items() if value is not None}
+            keywords.pop("disable_env_checker", None)  # of gymnasium.make alone
+            env = gym.make_vec(
+                self.env, num_envs, vectorization_mode="vector_entry_point", **keywords
+            )
+        else:
+            if self.max_episode_steps and not takes_keyword(self.env, "max_episode_steps"):
+                raise MakerError(
+                    f"`max_episode_steps` must be None in native mode, as {self.name} takes no such"
+                    f" keyword, got {self.max_episode_steps}; let it make the VectorEnv with that"
+                    " time limit"
+                )
+            given |= {"num_envs": num_envs, "seed": seed}
+            for name, value in given.items():
+                if value is not None and takes_keyword(self.env, name):
+                    keywords[name] = value
+            env = self.env(**keywords)  # type: ignore[assignment]
+        if not isinstance(env, VectorEnv):
+            raise MakerError(
+                f"{self.name} must return a gymnasium.vector.VectorEnv in native mode, got {env!r}"
+            )
+        shape = env.observation_space.shape or ()
+        # Some (EnvPool) call the space of one environment their observation space, too.
+        batched = shape and env.observation_space is not env.single_observation_space
+        if env.num_envs != num_envs or (batched and shape[0] != num_envs):
+            found = f"one of {env.num_envs} with observations {shape}"
+            env.close()
+            raise MakerError(
+                f"{self.name} must return a VectorEnv of {num_envs} environments (num_envs), all of"
+                f" them in one batch (batch_size), got {found}"
+            )
+        return env
 
     def to_bytes(self) -> bytes:
         """The maker as bytes that any process with gymtask can read.
@@ -264,21 +321,40 @@ def without_main(spec: EnvSpec) -> EnvSpec:
 
 def takes_keyword(function: Callable[..., Any], keyword: str) -> bool:
     """Whether `function` can be called with `keyword`."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # some callables written in C have no signature
-        return False
     return any(
-        parameter.kind is parameter.VAR_KEYWORD
-        or (
-            parameter.name == keyword
-            and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-        )
-        for parameter in parameters
+        parameter.kind is parameter.VAR_KEYWORD or parameter.name == keyword
+        for parameter in _keywords_of(function)
     )
 
 
+def needs_keyword(function: Callable[..., Any], keyword: str) -> bool:
+    """Whether `function` cannot be called without `keyword`."""
+    return any(
+        parameter.name == keyword and parameter.default is parameter.empty
+        for parameter in _keywords_of(function)
+    )
+
+
+def _keywords_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # some callables written in C have no signature
+        return []
+    kinds = (
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+        inspect.Parameter.KEYWORD_ONLY,
+        inspect.Parameter.VAR_KEYWORD,
+    )
+    return [parameter for parameter in parameters if parameter.kind in kinds]
+
+
+_VECTOR_HINT = "; a VectorEnv can only be collected from, with env_worker_mode='native'"
+
+
 def _checked(env: Any, source: object) -> AnyEnv:
-    if not isinstance(env, gym.Env):
-        raise MakerError(f"{source!r} must return a gymnasium.Env, got {env!r}")
+    if not isinstance(env, gym.Env) or isinstance(env, VectorEnv):
+        raise MakerError(
+            f"{source!r} must return a gymnasium.Env, got {env!r}"
+            + (_VECTOR_HINT if isinstance(env, VectorEnv) else "")
+        )
     return env

@@ -23,6 +23,19 @@ class Plan(ABC):
             step: int64 [N], steps of the open episode of every environment; 0 where none has begun.
         """
 
+    def complete(self, env_ids: Array, step: Array, began: Array | None) -> None:  # noqa: B027
+        """Told when steps of `env_ids` have arrived.
+
+        Args:
+            env_ids: Whose.
+            step: int64 [N], steps of the open episode of every environment, these included.
+            began: int64 [n], whose step only began an episode and is no row; None for nobody.
+        """
+
+    def share_of(self, env_id: int, rows: int) -> int:
+        """How many of the next rows of an environment this call hands out, counting them so."""
+        return rows
+
     @abstractmethod
     def credit(self, env_id: int, rows: int) -> None:
         """Counts rows that are there already, left from an earlier call."""
@@ -56,40 +69,34 @@ class EqualShares(Plan):
 
     def __init__(self, shares: Sequence[int], whole_episodes: bool) -> None:
         self._owing: Array = np.array(shares, np.int64)
-        self._turns = 0  # rows that everybody gave and that are not taken off `_owing` yet
-        self._least = 0  # how many of these turns everybody owes, at least
+        self._num_sure = 0  # how many more times everybody owes rows, whoever asks
         self._whole_episodes = whole_episodes
 
     @override
     def admit(self, env_ids: Array, step: Array) -> Array:
-        if len(env_ids) == len(self._owing):  # the quick way while nobody is near the end
-            if self._turns >= self._least:
-                self._settle()
-                self._least = int(self._owing.min())
-            if self._turns < self._least:
-                self._turns += 1
-                return env_ids
-        self._settle()
-        goes_on = self._owing[env_ids] > 0
-        if self._whole_episodes:
-            goes_on |= step[env_ids] > 0
-        admitted = env_ids if goes_on.all() else env_ids[goes_on]
-        self._owing[admitted] -= 1
+        admitted = env_ids
+        if self._num_sure <= 0:
+            goes_on = self._owing[env_ids] > 0
+            if self._whole_episodes:
+                goes_on |= step[env_ids] > 0
+            admitted = env_ids if goes_on.all() else env_ids[goes_on]
+            # Each time takes one row at most from each.
+            self._num_sure = int(self._owing.min())
+        self._num_sure -= 1
+        if len(admitted) == len(self._owing):
+            self._owing -= 1
+        else:
+            self._owing[admitted] -= 1
         return admitted
 
     @override
     def credit(self, env_id: int, rows: int) -> None:
-        self._settle()
         self._owing[env_id] -= rows
+        self._num_sure = 0
 
     @override
     def room(self, env_id: int) -> int | None:
-        self._settle()
         return None if self._whole_episodes else int(self._owing[env_id])
-
-    def _settle(self) -> None:
-        self._owing -= self._turns
-        self._turns = self._least = 0
 
 
 class FirstCome(Plan):
@@ -111,7 +118,7 @@ class FirstCome(Plan):
             goes_on[begins] = True
             admitted = env_ids[goes_on]
         else:
-            admitted = env_ids[: self._owing]
+            admitted = env_ids if len(env_ids) <= self._owing else env_ids[: self._owing]
         self._owing -= len(admitted)
         return admitted
 

@@ -1,287 +1,390 @@
-"""The open pieces of every environment: rows are added as they come, and leave as whole pieces.
+"""What a pool's environments have done and was not handed out yet: open pieces, on one tape.
 
-One table per key, [N, capacity, ...]: row t of environment i's open piece lies at [i, t].
-Observations and carries have one row more than the rest: number `length[i]` is where the
-environment stands now. The tables belong to a pool, and survive from one collection to the next.
+Every environment has a cursor, the row of the tape at which it stands; its open piece is the rows
+from `start` to there. As long as the environments of a worker, or all of them, step together, their
+cursors are one number, and each write is a part of one row of a table.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from gymtask.acting import Actor, Answer, Column
+from gymtask.acting import Actor, Answer
 from gymtask.errors import HookError
 from gymtask.replay import EpisodeRecord
-from gymtask.trajectory import Key, Piece
+from gymtask.states import Column, States
+from gymtask.tape import FLAGS, REWARD, Key, Piece, Tape, move_rows
 from gymtask.workers.layout import Array
 from gymtask.workers.pool import WorkerPool
-from gymtask.workers.slots import OUTCOME
 
-FIRST_CAPACITY = 64
-_ALL = slice(None)
-_NOWHERE: tuple[Array | None, Array] = (None, np.empty(0, np.int64))
-
-_OUTCOME: Key = ("next", "outcome")
-_OUTCOME_DTYPES = {"reward": np.float32, "terminated": np.bool_, "truncated": np.bool_}
+FIRST_CAPACITY = 64  # rows of a tape
+MAX_BYTES = 1 << 28  # a tape that is larger has room for little more than the open pieces
 
 
 class Rollout:
     """The open piece of each of N environments.
 
     Attributes:
-        length: int64 [N], rows of the open piece.
+        cursor: int64 [N], rows of the tape at which they stand.
+        start: int64 [N], first rows of the open pieces.
         step: int64 [N], steps of the open episode.
         done_pieces: Pieces that are whole, in the order in which they became so, not handed out
             yet.
         episodes: Records of episodes that ended and were not handed out yet.
         num_posted: What the pool's `num_posted` was when the collector last stepped it.
         in_use: Whether a collection is running.
+        actor: What the last collection called the policy with; most of it serves the next one.
     """
 
     def __init__(self, pool: WorkerPool) -> None:
         n = pool.num_envs
-        self._pool = pool
+        self._pool, self._num_envs = pool, n
         self._info_keys = pool.workers[0].maker.info_keys
-        # One array, so that all four are counted on, and handed to the policy, at once.
-        self._counters: Array = np.zeros((4, n), np.int64)
-        self.length, self.step, run_step, self._trajectory_id = self._counters
+        # One array, so that all are counted on, and handed to the policy, at once.
+        self._counters: Array = np.zeros((5, n), np.int64)
+        self.cursor, self.step, run_step, self._trajectory_id, env_id = self._counters
+        self._advancing = self._counters[:3]  # with each step
+        env_id[:] = pool.all_ids
         run_step[:] = pool.run_step
         pool.run_step = run_step  # the pool's own counter lives on in this array
         self._trajectory_id[:] = pool.all_ids + n * pool.episode
+        self.start: Array = np.zeros(n, np.int64)
+        # By the identity of the ids, as in pool.blocks: the cursor of all these environments, and
+        # how far the steps of the run are ahead of it; -1 and None where they differ.
+        self._even = dict.fromkeys(pool.blocks, -1)
+        self._ahead: dict[int, int | None] = dict.fromkeys(pool.blocks)
         self.returns: Array = np.zeros(n, np.float64)
         self.done_pieces: deque[Piece] = deque()
         self.episodes: list[EpisodeRecord] = []
         self._infos: list[list[dict[str, Any]]] = [[] for _ in range(n)]
-        self._capacity = FIRST_CAPACITY
-        self._longest = 0  # no piece is longer than this
-        self._placed: tuple[Array | None, Array] = _NOWHERE  # what `_places` gave last
-        self._states: dict[Key, Array] = {}
-        self._rows: dict[Key, Array] = {}
+        self._tape = Tape(n, 0)
+        self._slot_flags = _pairs(pool.slots.flags)
+        self._state_columns: list[Column] = []
+        self._row_columns: list[Column] = []
         self._observation_keys: list[Key] = []
         self._action_keys: list[Key] = []
         self._initial_carry: dict[Key, Array] = {}
-        self._known_rows: set[Key] = set()
+        self._extras: dict[Key, Column] = {}
         self.num_posted = pool.num_posted
         self.in_use = False
+        self.actor: Actor | None = None
 
-    # ---- tables ----------------------------------------------------------------------------------
+    @property
+    def length(self) -> Array:
+        """Rows of the open pieces, int64 [N]."""
+        lengths: Array = self.cursor - self.start
+        return lengths
 
-    def open(self, actor: Actor) -> None:
-        """Makes the tables that this actor needs.
+    def num_left(self) -> list[int]:
+        """Rows of each environment that were not handed out."""
+        left: list[int] = self.length.tolist()
+        for piece in self.done_pieces:
+            left[piece.env_id] += piece.length
+        return left
 
-        Those of open rows are kept, and must be the same.
+    # ---- the tape --------------------------------------------------------------------------------
+
+    def open(self, actor: Actor, num_rows: int | None) -> None:
+        """Makes ready for a collection with this actor.
+
+        Args:
+            actor: Tells what is kept of states and actions.
+            num_rows: How many rows each environment will give, if that is known.
 
         Raises:
             HookError: Rows are left from an earlier call, and their carries were others.
         """
         columns = [*actor.observation_columns, *actor.carry_columns]
-        fresh = not self._states
+        self._check_carries(columns)
+        self._state_columns = columns
         self._observation_keys = [column.key for column in actor.observation_columns]
         self._action_keys = [("action", *leaf.path) for leaf in actor.codec.leaves]
         self._initial_carry = actor.initial_carry
-        wanted = {column.key for column in columns}
-        if not fresh and wanted != self._states.keys() and self.length.any():
+        leaves = zip(self._action_keys, actor.codec.leaves, actor.codec.dtypes, strict=True)
+        self._row_columns = [Column(key, leaf.shape, dtype) for key, leaf, dtype in leaves]
+        self._row_columns += [
+            Column(REWARD, (), np.dtype(np.float64)),
+            Column(FLAGS, (2,), np.dtype(bool)),
+        ]
+        if self.done_pieces:
+            self._rejoin()
+        self._rewind(FIRST_CAPACITY if num_rows is None else num_rows, fresh=False)
+
+    def _check_carries(self, columns: Sequence[Column]) -> None:
+        before = {column.key: column for column in self._state_columns}
+        wanted = {column.key: column for column in columns}
+        if wanted.keys() != before.keys() and self.length.any():
             raise HookError(
                 "the carries must stay the same while rows of an earlier collection are open, got"
-                f" {sorted(wanted)} after {sorted(self._states)}; call pool.reset() to give those"
-                " rows up"
+                f" {sorted(wanted)} after {sorted(before)}; call pool.reset() to give those rows up"
             )
-        for column in columns:
-            table = self._states.get(column.key)
-            if table is not None and (table.shape[2:], table.dtype) != (column.shape, column.dtype):
+        for key, column in wanted.items():
+            old = before.get(key, column)
+            if (old.shape, old.dtype) != (column.shape, column.dtype):
                 raise HookError(
-                    f"the carry {'/'.join(column.key)!r} must keep its shape {table.shape[2:]} and"
-                    f" dtype {table.dtype}, got {column.shape} and {column.dtype}; call"
-                    " pool.reset() to begin anew"
+                    f"the carry {'/'.join(key)!r} must keep its shape {old.shape} and dtype"
+                    f" {old.dtype}, got {column.shape} and {column.dtype}; call pool.reset() to"
+                    " begin anew"
                 )
-            if table is None:
-                self._states[column.key] = self._table(column)
-                if column.key in self._initial_carry:
-                    self._states[column.key][:, 0] = self._initial_carry[column.key]
-        self._states = {column.key: self._states[column.key] for column in columns}
-        rows = [
-            Column(key, leaf.shape, dtype)
-            for key, leaf, dtype in zip(
-                self._action_keys, actor.codec.leaves, actor.codec.dtypes, strict=True
-            )
-        ]
-        for column in [*rows, Column(_OUTCOME, (), OUTCOME)]:
-            if column.key not in self._rows:
-                self._rows[column.key] = self._table(column)
-        if fresh:
-            for key, leaf_array in zip(
-                self._observation_keys, self._pool.slots.observation, strict=True
-            ):
-                self._states[key][:, 0] = leaf_array
 
-    def _table(self, column: Column) -> Array:
-        return np.zeros((self._pool.num_envs, self._capacity, *column.shape), column.dtype)
+    def _rewind(self, room: int, *, fresh: bool) -> None:
+        """Moves the open pieces to the top of a tape, so that all end at the same row.
 
-    def _grow(self) -> None:
-        self._capacity *= 2
-        self._placed = _NOWHERE
-        for tables in (self._states, self._rows):
-            for key, old in tables.items():
-                new = np.zeros((old.shape[0], self._capacity, *old.shape[2:]), old.dtype)
-                new[:, : old.shape[1]] = old
-                tables[key] = new
+        Args:
+            room: Rows that are to fit below them.
+            fresh: Whether pieces were handed out that lie on the present tape, which must then be
+                left as it is.
+        """
+        old, lengths, cursors = self._tape, self.length.tolist(), self.cursor.tolist()
+        longest = max(lengths)
+        row_columns = [*self._row_columns, *self._extras.values()]
+        kept = {key for tables in (old.states, old.rows) for key in tables}
+        columns = {column.key: column for column in [*self._state_columns, *row_columns]}
+        capacity = self._capacity(list(columns.values()), longest, room)
+        new = Tape(self._num_envs, capacity)
+        if not (fresh or self.done_pieces) and old.capacity >= capacity and kept == set(columns):
+            new = old
+        for tables, old_tables, group, more in (
+            # Where they stand, and of a step that is under way the action and the next carry.
+            (new.states, old.states, self._state_columns, 2),
+            (new.rows, old.rows, row_columns, 1),
+        ):
+            for column in group:
+                table = old_tables.get(column.key)
+                if new is not old or table is None or not _fits(table, column):
+                    tables[column.key] = new.table(column.shape, column.dtype)
+                if table is not None and _fits(table, column):
+                    move_rows(table, tables[column.key], cursors, lengths, longest, more)
+                elif group is self._state_columns:
+                    self._begin_column(tables[column.key][longest], column)
+        self._tape = new
+        self._reward_table, self._flags_table = new.rows[REWARD], _pairs(new.rows[FLAGS])
+        self._action_tables = [new.rows[key] for key in self._action_keys]
+        self._observation_tables = [new.states[key] for key in self._observation_keys]
+        self.cursor[:] = longest
+        self.start[:] = [longest - length for length in lengths]
+        self._highest = longest
+        for key, block in self._pool.blocks.items():
+            ahead = self._pool.run_step[block] - longest
+            self._even[key] = longest
+            self._ahead[key] = int(ahead[0]) if (ahead == ahead[0]).all() else None
 
-    def _places(self, env_ids: Array) -> Array:
-        """Where the open rows lie in a table seen as [N · capacity, ...]."""
-        if env_ids is not self._placed[0]:
-            # The rows of environment i begin at i · capacity, and length[i] of them are complete.
-            places = env_ids * self._capacity + self.length[self._rows_of(env_ids)]
-            self._placed = env_ids, places
-        return self._placed[1]
+    def _begin_column(self, row: Array, column: Column) -> None:
+        """Where the environments stand, for a state that was not kept until now."""
+        if column.key in self._initial_carry:
+            row[:] = self._initial_carry[column.key]
+        else:
+            place = self._observation_keys.index(column.key)
+            row[:] = self._pool.slots.observation[place]
 
-    def _rows_of(self, env_ids: Array) -> Any:
-        """An index for `env_ids` into arrays [N, ...]: a slice, which copies nothing, for all."""
-        return _ALL if env_ids is self._pool.all_ids else env_ids
+    def _capacity(self, columns: Sequence[Column], longest: int, room: int) -> int:
+        sizes = [int(np.prod(column.shape)) * column.dtype.itemsize for column in columns]
+        most = MAX_BYTES // max(1, sum(sizes) * self._num_envs)
+        # Twice the open pieces at least, so that they are moved once for each time they double.
+        return max(longest + min(room, most), 2 * longest, 2) + 2
 
     # ---- rows ------------------------------------------------------------------------------------
 
-    def write_states(self, env_ids: Array, actor: Actor) -> None:
-        """Copies where `env_ids` stand into the first n rows of the actor's arrays."""
-        n = len(env_ids)
-        places = self._places(env_ids)
-        arrays = actor.arrays
-        for key, table in self._states.items():
-            np.take(_flat(table), places, axis=0, out=arrays[key][:n], mode="clip")
-        # Step, run_step and trajectory_id; the length of the piece is not the policy's business.
-        actor.counters[:, :n] = self._counters[1:, self._rows_of(env_ids)]
-        np.equal(actor.counters[0, :n], 0, out=arrays[("is_init",)][:n])
-        arrays[("env_id",)][:n] = env_ids
+    def even_run_step(self, env_ids: Array) -> int:
+        """The step of the run at which all of a block stand, -1 where there is no such number."""
+        ahead = self._ahead.get(id(env_ids))
+        return (
+            -1 if ahead is None or self._even[id(env_ids)] < 0 else self._even[id(env_ids)] + ahead
+        )
+
+    def _place(self, env_ids: Array) -> Any:
+        """Where they stand: an index into tables [capacity, N, ...].
+
+        A row and the columns of a block if all of it stand at the same; else rows and columns [n].
+        """
+        even = self._even.get(id(env_ids), -1)
+        if even >= 0:
+            return even, self._pool.blocks[id(env_ids)]
+        return self.cursor[env_ids], env_ids
+
+    def write_states(self, env_ids: Array, states: States) -> None:
+        """Copies where `env_ids` stand into the first n rows of `states`."""
+        # One row more than the cursor must be there: the state that the next row leads to.
+        if self._highest + 2 > self._tape.capacity:
+            self._highest = int(self.cursor.max())
+            if self._highest + 2 > self._tape.capacity:
+                self._rewind(2 * self._tape.capacity, fresh=True)
+        place, n, arrays = self._place(env_ids), len(env_ids), states.arrays
+        for key, table in self._tape.states.items():
+            arrays[key][:n] = table[place]
+        # Step, run_step, trajectory_id and env_id; the cursor is not the policy's business.
+        states.counters[:, :n] = self._counters[1:, place[1]]
+        np.equal(states.counters[0, :n], 0, out=states.is_init[:n])
 
     def add_answer(self, env_ids: Array, answer: Answer) -> None:
-        """Stores what the policy chose for `env_ids`.
+        """Stores what the policy chose for `env_ids`, whose states were written before.
 
         Their rows are complete once their steps arrive.
         """
-        self._longest += 1
-        if self._longest + 2 > self._capacity:
-            self._longest = int(self.length.max())
-            if self._longest + 2 > self._capacity:
-                self._grow()
-        places = self._places(env_ids)
-        for key, rows in zip(self._action_keys, answer.actions, strict=True):
-            _flat(self._rows[key])[places] = rows
-        if answer.extras.keys() != self._known_rows:
-            self._learn_extras(answer)
-        for key, rows in answer.extras.items():
-            table = self._rows[key]
-            if table.shape[2:] != rows.shape[1:] or table.dtype != rows.dtype:
+        if answer.extras or self._extras:
+            self._check_extras(answer.extras)
+        place = self._place(env_ids)
+        for table, values in zip(self._action_tables, answer.actions, strict=True):
+            table[place] = values
+        for key, values in answer.extras.items():
+            self._tape.rows[key][place] = values
+        for key, values in answer.carries.items():
+            self._tape.states[key][place[0] + 1, place[1]] = values  # the next row's carry
+
+    def _check_extras(self, extras: dict[Key, Array]) -> None:
+        if extras.keys() != self._extras.keys():
+            if self.length.any():
                 raise HookError(
-                    f"`{'/'.join(key)}` from `get_actions` must keep its shape {table.shape[2:]}"
-                    f" and dtype {table.dtype}, got {rows.shape[1:]} and {rows.dtype}"
+                    "`get_actions` must return the same keys for every row of a trajectory, got"
+                    f" {sorted(extras)} after {sorted(self._extras)}"
                 )
-            _flat(table)[places] = rows
-        for key, rows in answer.carries.items():
-            # The carry that the next row starts from.
-            _flat(self._states[key])[1:][places] = rows
+            self._extras = {
+                key: Column(key, rows.shape[1:], rows.dtype) for key, rows in extras.items()
+            }
+            self._rewind(self._tape.capacity, fresh=True)
+        for key, rows in extras.items():
+            column = self._extras[key]
+            if column.shape != rows.shape[1:] or column.dtype != rows.dtype:
+                raise HookError(
+                    f"`{'/'.join(key)}` from `get_actions` must keep its shape {column.shape} and"
+                    f" dtype {column.dtype}, got {rows.shape[1:]} and {rows.dtype}"
+                )
 
-    def _learn_extras(self, answer: Answer) -> None:
-        if self.length.any():
-            raise HookError(
-                "`get_actions` must return the same keys for every row of a trajectory, got"
-                f" {sorted(answer.extras)} after {sorted(self._known_rows)}"
-            )
-        for key in self._known_rows:
-            del self._rows[key]
-        for key, rows in answer.extras.items():
-            self._rows[key] = self._table(Column(key, rows.shape[1:], rows.dtype))
-        self._known_rows = set(answer.extras)
-
-    def add_steps(self, env_ids: Array) -> list[int]:
+    def add_steps(self, env_ids: Array) -> None:
         """Completes the rows of `env_ids`, whose steps lie in the slots.
 
-        Returns:
-            The environments whose episode ended; each has left a piece and begun its next episode.
+        Those whose episode ended leave a piece, and stand at the beginning of their next episode.
         """
-        slots = self._pool.slots
-        places, rows = self._places(env_ids), self._rows_of(env_ids)
-        outcome = slots.outcome[rows]
-        _flat(self._rows[_OUTCOME])[places] = outcome
-        for key, leaf in zip(self._observation_keys, slots.observation, strict=True):
-            # Right for those whose episode goes on; the others' is the next episode's first, and is
-            # put right below.
-            _flat(self._states[key])[1:][places] = leaf[rows]
-        self._counters[:3, rows] += 1  # length, step and run_step
-        self._placed = _NOWHERE
-        self.returns[rows] += outcome["reward"]
+        slots, place = self._pool.slots, self._place(env_ids)
+        row, columns = place
+        self._reward_table[place] = slots.reward[columns]
+        self._flags_table[place] = self._slot_flags[columns]
+        after = row + 1, columns
+        for table, leaf in zip(self._observation_tables, slots.observation, strict=True):
+            table[after] = leaf[columns]
+        self._advancing[:, columns] += 1
+        self.returns[columns] += slots.reward[columns]
+        self._highest += 1
+        self._set_even(env_ids, after[0])
+        if self._pool.began is not None:
+            self._skip(self._pool.began)
         if self._info_keys:
-            for index in env_ids:
-                self._infos[index].append(slots.infos[index])
-        over = outcome["terminated"] | outcome["truncated"]
-        ended: list[int] = env_ids[over].tolist() if over.any() else []
-        for index in ended:
-            self._end_episode(index)
-        return ended
+            began = () if self._pool.began is None else self._pool.began.tolist()
+            for index in env_ids.tolist():
+                if index not in began:
+                    self._infos[index].append(slots.infos[index])
+        raised = slots.flags[columns].tobytes()  # two bytes a row; looked through faster than numpy
+        at = raised.find(1)
+        while at >= 0:
+            place_in_ids = at // 2
+            flags = bool(raised[2 * place_in_ids]), bool(raised[2 * place_in_ids + 1])
+            self._end_episode(int(env_ids[place_in_ids]), *flags)
+            at = raised.find(1, 2 * place_in_ids + 2)
 
-    def _end_episode(self, index: int) -> None:
-        slots, length = self._pool.slots, self.length[index]
-        for key, leaf in zip(self._observation_keys, slots.final_observation, strict=True):
-            self._states[key][index, length] = leaf[index]
-        self.episodes.append(
-            EpisodeRecord(
-                trajectory_id=int(self._trajectory_id[index]),
-                env_id=index,
-                episode_return=float(self.returns[index]),
-                length=int(self.step[index]),
-                terminated=bool(slots.terminated[index]),
-                truncated=bool(slots.truncated[index]),
-            )
-        )
-        self._hand_out(index)
-        self.step[index], self.returns[index] = 0, 0.0
-        self._pool.episode[index] += 1
-        self._trajectory_id[index] += self._pool.num_envs
-        for key, leaf in zip(self._observation_keys, slots.observation, strict=True):
-            self._states[key][index, 0] = leaf[index]
+    def _set_even(self, env_ids: Array, row: Any) -> None:
+        """Notes that `env_ids` have come to this row, or rows [n]."""
+        even, whole = self._even, id(self._pool.all_ids)
+        if type(row) is not int:
+            for key in even:
+                even[key] = -1
+        elif env_ids is self._pool.all_ids:
+            for key in even:
+                even[key] = row
+        else:
+            even[id(env_ids)] = even[whole] = row
+            if any(other != row for other in even.values()):
+                even[whole] = -1
+
+    def _skip(self, began: Array) -> None:
+        """Leaves the rows of the step just taken out of the pieces of `began`, int64 [n]."""
+        self.step[began] = 0
+        self._pool.run_step[began] -= 1
+        self.start[began] = self.cursor[began]
         for key, value in self._initial_carry.items():
-            self._states[key][index, 0] = value
+            self._tape.states[key][self.cursor[began], began] = value
+        self._ahead = dict.fromkeys(self._ahead)
 
-    def cut(self, index: int) -> None:
-        """Ends the open piece of an environment where it stands.
+    def _end_episode(self, index: int, terminated: bool, truncated: bool) -> None:
+        final: dict[Key, Array] = {}
+        leaves = self._pool.slots.final_observation
+        for key, table, leaf in zip(
+            self._observation_keys, self._observation_tables, leaves, strict=True
+        ):
+            final[key] = leaf[index].astype(table.dtype)
+        for key, value in self._initial_carry.items():
+            table = self._tape.states[key]
+            final[key] = table[self.cursor[index], index].copy()
+            table[self.cursor[index], index] = value
+        piece = self._hand_out(index, final, int(self.cursor[index] - self.start[index]))
+        length = piece.first_step + piece.length
+        record = (piece.trajectory_id, index, float(self.returns[index]), length)
+        self.episodes.append(EpisodeRecord(*record, terminated, truncated))
+        self.step[index] = 0
+        self.returns[index] = 0.0
+        self._pool.episode[index] += 1
+        self._trajectory_id[index] += self._num_envs
 
-        Its episode goes on in the next one.
+    def cut(self, index: int, length: int | None = None) -> None:
+        """Ends the open piece of an environment where it stands, or hands out its first rows.
+
+        The episode goes on in the next piece.
         """
-        length = int(self.length[index])
-        if length:
-            self._hand_out(index)
-            for table in self._states.values():
-                table[index, 0] = table[index, length]
+        open_rows = int(self.cursor[index] - self.start[index])
+        if open_rows:
+            self._hand_out(index, None, open_rows if length is None else length)
 
-    def _hand_out(self, index: int) -> None:
-        length = int(self.length[index])
-        infos, self._infos[index] = self._infos[index], []
-        self.done_pieces.append(
-            Piece(
-                env_id=index,
-                trajectory_id=int(self._trajectory_id[index]),
-                first_step=int(self.step[index]) - length,
-                first_run_step=int(self._pool.run_step[index]) - length,
-                length=length,
-                states={
-                    key: table[index, : length + 1].copy() for key, table in self._states.items()
-                },
-                rows=self._rows_out(index, length),
-                infos=infos,
-            )
+    def _hand_out(self, index: int, final: dict[Key, Array] | None, length: int) -> Piece:
+        cursor, step, run_step, trajectory_id, _ = self._counters[:, index].tolist()
+        start = int(self.start[index])
+        infos = self._infos[index]
+        piece = Piece(
+            self._tape,
+            column=index,
+            first_row=start,
+            length=length,
+            env_id=index,
+            trajectory_id=trajectory_id,
+            first_step=step - (cursor - start),
+            first_run_step=run_step - (cursor - start),
+            final=final,
+            infos=infos[:length],
         )
-        self.length[index] = 0
-        self._placed = _NOWHERE
+        self._infos[index] = infos[length:]
+        self.done_pieces.append(piece)
+        self.start[index] = start + length
+        return piece
 
-    def _rows_out(self, index: int, length: int) -> dict[Key, Array]:
-        rows = {key: table[index, :length].copy() for key, table in self._rows.items()}
-        outcome = rows.pop(_OUTCOME)
-        for name, dtype in _OUTCOME_DTYPES.items():
-            rows["next", name] = outcome[name].astype(dtype)
-        return rows
+    def _rejoin(self) -> None:
+        """Makes one piece again of those that an earlier call cut and did not hand out.
+
+        The last of an environment is its open piece, if it was cut where the open rows begin.
+        """
+        joined: dict[int, list[Piece]] = {}
+        for piece in sorted(self.done_pieces, key=lambda each: each.first_run_step):
+            own = joined.setdefault(piece.env_id, [])
+            if own and own[-1].goes_on_in(piece):
+                own[-1] = own[-1].joined_with(piece)
+            else:
+                own.append(piece)
+        for index, own in joined.items():
+            last = own[-1]
+            ends_at = last.first_row + last.length
+            is_here = last.tape is self._tape and ends_at == self.start[index]
+            if is_here and last.final is None and last.trajectory_id == self._trajectory_id[index]:
+                self.start[index] = last.first_row
+                self._infos[index] = [*last.infos, *self._infos[index]]
+                own.pop()
+        self.done_pieces = deque(piece for own in joined.values() for piece in own)
 
 
-def _flat(table: Array) -> Array:
-    """A table [N, capacity, ...] seen as [N · capacity, ...]."""
-    return table.reshape(-1, *table.shape[2:])
+def _pairs(flags: Array) -> Array:
+    """Flags [..., 2] seen as one number [...] for each two, which is copied faster."""
+    return flags.view(np.uint16)[..., 0]
+
+
+def _fits(table: Array, column: Column) -> bool:
+    return table.shape[2:] == column.shape and table.dtype == column.dtype

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from operator import is_
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict, TensorDictBase, is_leaf_nontensor
 from torch import Tensor
 
 from gymtask.acting import device_of, eval_mode, overrides
@@ -15,8 +16,8 @@ from gymtask.config import raise_if_any
 from gymtask.errors import ConfigurationError, HookError
 from gymtask.options import CollectOptions
 from gymtask.replay import MultiReplaySamples
+from gymtask.tape import Piece
 from gymtask.trajectory import (
-    Piece,
     assemble,
     checked_trajectories,
     checked_trajectory,
@@ -59,7 +60,7 @@ def _iterate(
             if overrides(task, "postprocess_trajectory"):
                 trajectory = checked_trajectory(
                     "postprocess_trajectory",
-                    trajectory,
+                    len(trajectory),
                     task.postprocess_trajectory(_owned(trajectory)),
                 )
             collection.accept()
@@ -105,19 +106,80 @@ def _postprocess(
     if not pieces:
         return MultiReplaySamples([])
     rows, lengths = _with_values(task, model, pieces, pool), [piece.length for piece in pieces]
-    hooks = ("postprocess_trajectory", "postprocess_trajectories")
-    if not any(overrides(task, hook) for hook in hooks):
+    each, together = (
+        overrides(task, hook) for hook in ("postprocess_trajectory", "postprocess_trajectories")
+    )
+    if not (each or together):
         return MultiReplaySamples.from_rows(rows, lengths)
-    trajectories: list[TensorDictBase] = list(rows.split(lengths))
-    if overrides(task, "postprocess_trajectory"):
+    trajectories: list[TensorDict] = list(rows.split(lengths))
+    given = [_contents(trajectory) for trajectory in trajectories]
+    places = [(one["trajectory_id"], one["step"]) for one in trajectories]
+    if each:
         trajectories = [
-            checked_trajectory(hooks[0], each, task.postprocess_trajectory(_owned(each)))
-            for each in trajectories
+            checked_trajectory("postprocess_trajectory", length, task.postprocess_trajectory(one))
+            for length, one in zip(lengths, trajectories, strict=True)
         ]
-    if overrides(task, "postprocess_trajectories"):
-        given = [_owned(each) for each in trajectories]
-        trajectories = checked_trajectories(trajectories, task.postprocess_trajectories(given))
-    return MultiReplaySamples(trajectories)
+    if together:
+        returned = task.postprocess_trajectories(trajectories)
+        trajectories = checked_trajectories(lengths, places, returned)
+    return _store(rows, lengths, given, trajectories)
+
+
+Contents: TypeAlias = "list[tuple[TensorDictBase, list[Any]]]"
+"""A TensorDict and all nested ones, each with the values that it held."""
+
+
+def _contents(trajectory: TensorDictBase) -> Contents:
+    held = list(trajectory.values())
+    contents = [(trajectory, held)]
+    for value in held:
+        if isinstance(value, TensorDictBase) and not is_leaf_nontensor(type(value)):
+            contents += _contents(value)
+    return contents
+
+
+def _store(
+    rows: TensorDict,
+    lengths: Sequence[int],
+    given: Sequence[Contents],
+    trajectories: Sequence[TensorDict],
+) -> MultiReplaySamples:
+    """The trajectories end to end; where hooks only added keys, `rows` and what was added.
+
+    Args:
+        rows: What the hooks were given, [sum T]; the trajectories were views of it.
+        lengths: T of each trajectory.
+        given: What each trajectory held before the hooks.
+        trajectories: What the hooks returned.
+    """
+    added = None
+    for contents, trajectory in zip(given, trajectories, strict=True):
+        names = _added(contents) if trajectory is contents[0][0] else None
+        if names is None or (added is not None and names != added):
+            return MultiReplaySamples(trajectories)
+        added = names
+    for name in added or ():
+        parts = [trajectory.get(name) for trajectory in trajectories]
+        kinds = {(type(part), getattr(part, "dtype", None), part.shape[1:]) for part in parts}
+        if kinds != {(Tensor, parts[0].dtype, parts[0].shape[1:])}:
+            return MultiReplaySamples(trajectories)  # names the one that is unlike the first
+        with torch.no_grad():
+            rows[name] = torch.cat(parts)
+    return MultiReplaySamples.from_rows(rows, lengths)
+
+
+def _added(contents: Contents) -> list[str] | None:
+    """Names that were added to a trajectory; None if anything else in it was changed."""
+    (whole, held), *nested = contents
+    if any(len(part.keys()) != len(before) for part, before in nested):
+        return None
+    names = list(whole.keys())
+    # Whatever is added comes last.
+    if len(names) < len(held) or not all(
+        all(map(is_, part.values(), before)) for part, before in contents
+    ):
+        return None
+    return names[len(held) :]
 
 
 def _owned(trajectory: TensorDictBase) -> TensorDict:

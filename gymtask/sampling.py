@@ -27,7 +27,8 @@ from gymtask.errors import ConfigurationError
 from gymtask.workers.layout import Array
 
 PURPOSES = {"noise": 0, "resume": 1, "eval": 2, "clip": 3, "warmup": 4, "restart": 5}
-BLOCK = 64  # run steps drawn at once
+BLOCK = 256  # run steps drawn at once
+_ALL = slice(None)
 
 NoiseKey: TypeAlias = "tuple[int, str, int]"
 """(seed, purpose, count): tells the streams of training, each evaluation and each clip apart."""
@@ -122,7 +123,8 @@ def uniform(states: TensorDictBase, k: int) -> Tensor:
         states: The states that `get_actions` was given, or n rows of them.
         k: Numbers a row.
     """
-    return _noise("uniform", torch.empty(states.batch_size[0], k), states)
+    # A copy, since the noise itself is handed out.
+    return _noise("uniform", torch.empty(states.batch_size[0], k), states).clone()
 
 
 # ---- the streams behind it -----------------------------------------------------------------------
@@ -133,14 +135,26 @@ class _Block:
     """Noise drawn ahead for one draw of the policy.
 
     Attributes:
-        data: float32 [N, BLOCK, *size].
+        data: float32 [BLOCK, N, *size].
         number: int64 [N], which block of its stream each environment has in `data`; -1 for none.
+        common_number: The number of all environments, -1 where they differ.
+        rows: float32 [N, *size], BLOCK views of `data`.
+        flat: float32 [BLOCK * N, *size], a view of `data`.
+        sure_of: Indices of environments whose blocks were looked at.
+        sure_until: The last call of the policy for which these hold what they need for sure.
         keys: uint64 [N, 2], Philox keys.
     """
 
     data: Array
     number: Array
     keys: Array
+    common_number: int = -1
+
+    def __post_init__(self) -> None:
+        self.rows = torch.from_numpy(self.data).unbind()
+        self.flat = self.data.reshape(-1, *self.data.shape[2:])
+        self.sure_of: Array | None = None
+        self.sure_until = 0
 
 
 class NoiseStreams:
@@ -157,16 +171,31 @@ class NoiseStreams:
         self._states: TensorDictBase | None = None
         self._env_ids: Array = np.empty(0, np.int64)
         self._run_steps: Array = np.empty(0, np.int64)
+        self._even_run_step, self._even_block = -1, _ALL
+        self._num_calls = 0
         self._num_draws = 0
 
-    def begin(self, states: TensorDictBase, env_ids: Array, run_steps: Array) -> None:
-        """Opens a call of `get_actions` for environments at steps of the run, int64 [n] each."""
-        self._states, self._env_ids, self._run_steps, self._num_draws = (
-            states,
-            env_ids,
-            run_steps,
-            0,
-        )
+    def begin(
+        self,
+        states: TensorDictBase,
+        env_ids: Array,
+        run_steps: Array,
+        even_run_step: int = -1,
+        block: slice = _ALL,
+    ) -> None:
+        """Opens a call of `get_actions` for environments at steps of the run.
+
+        Args:
+            states: What it is given.
+            env_ids: int64 [n].
+            run_steps: int64 [n].
+            even_run_step: The step, if they are a block of all and at the same; else -1.
+            block: Which block of all they are, if `even_run_step` says so.
+        """
+        self._states, self._env_ids, self._run_steps = states, env_ids, run_steps
+        self._even_run_step, self._even_block = even_run_step, block
+        self._num_calls += 1
+        self._num_draws = 0
         _local.streams = self
 
     def end(self) -> None:
@@ -174,21 +203,37 @@ class NoiseStreams:
         _local.streams = None
 
     def draw(self, kind: str, size: tuple[int, ...], states: TensorDictBase) -> Tensor:
-        """Noise float32 [n, *size] for the rows of `states`."""
-        env_ids, run_steps = self._env_ids, self._run_steps
-        if states is not self._states:  # some of the rows, or a copy of them
-            env_ids, run_steps = states["env_id"].cpu().numpy(), states["run_step"].cpu().numpy()
+        """Noise float32 [n, *size] for the rows of `states`, to be read only."""
         block = self._block((self._num_draws, kind, *size))
         self._num_draws += 1
+        env_ids, run_steps, even = self._env_ids, self._run_steps, self._even_run_step
+        if states is not self._states:  # some of the rows, or a copy of them
+            env_ids, run_steps = states["env_id"].cpu().numpy(), states["run_step"].cpu().numpy()
+            even = -1
         # Step r of the run lies in block r // BLOCK of the environment's stream, at place r %
         # BLOCK.
+        if even >= 0 and even // BLOCK == block.common_number:
+            row = block.rows[even % BLOCK]
+            return row if len(row) == len(env_ids) else row[self._even_block]
+        place = run_steps % BLOCK
+        if env_ids is not block.sure_of or self._num_calls > block.sure_until:
+            self._fill_stale(block, kind, size, env_ids, run_steps)
+            # Nobody goes further than one step a call, so as many calls find their blocks filled.
+            block.sure_of = env_ids
+            block.sure_until = self._num_calls + BLOCK - 1 - int(place.max())
+        return torch.from_numpy(block.flat.take(place * self._num_envs + env_ids, axis=0))
+
+    def _fill_stale(
+        self, block: _Block, kind: str, size: tuple[int, ...], env_ids: Array, run_steps: Array
+    ) -> None:
         numbers = run_steps // BLOCK
         stale = block.number[env_ids] != numbers
         if stale.any():
-            for index, number in zip(env_ids[stale], numbers[stale], strict=True):
-                block.data[index] = _fill(kind, block.keys[index], int(number), (BLOCK, *size))
+            for index, number in zip(env_ids[stale].tolist(), numbers[stale].tolist(), strict=True):
+                block.data[:, index] = _fill(kind, block.keys[index], number, (BLOCK, *size))
                 block.number[index] = number
-        return torch.from_numpy(block.data[env_ids, run_steps % BLOCK])
+            first = int(block.number[0])
+            block.common_number = first if (block.number == first).all() else -1
 
     def _block(self, name: tuple[Any, ...]) -> _Block:
         block = self._blocks.get(name)
@@ -209,7 +254,7 @@ class NoiseStreams:
                 ).generate_state(2, np.uint64)
                 for index in range(self._num_envs)
             ]
-            data = np.empty((self._num_envs, BLOCK, *size), np.float32)
+            data = np.empty((BLOCK, self._num_envs, *size), np.float32)
             block = _Block(data, np.full(self._num_envs, -1, np.int64), np.array(keys))
             self._blocks[name] = block
         return block
@@ -224,7 +269,7 @@ _local = _Local()
 
 def _noise(kind: str, like: Tensor, states: TensorDictBase) -> Tensor:
     """Noise of the shape, dtype and device of `like` [n, ...]."""
-    if states.batch_size[:1] != like.shape[:1]:
+    if len(states) != len(like):
         raise ConfigurationError(
             f"`states` must have one row for each of the {like.shape[0]} rows to draw, got batch"
             f" size {tuple(states.batch_size)}"
@@ -233,7 +278,8 @@ def _noise(kind: str, like: Tensor, states: TensorDictBase) -> Tensor:
         raise ConfigurationError(f"logits and means must be floats, got {like.dtype}")
     streams = _local.streams
     if streams is not None:
-        return streams.draw(kind, tuple(like.shape[1:]), states).to(like.device, like.dtype)
+        noise = streams.draw(kind, tuple(like.shape[1:]), states)
+        return noise if like.is_cpu and like.dtype is torch.float32 else noise.to(like)
     if kind == "gumbel":
         return -torch.empty_like(like).exponential_().clamp_(min=_TINY).log_()
     return torch.empty_like(like).normal_() if kind == "normal" else torch.rand_like(like)

@@ -87,6 +87,9 @@ class ActionCodec:
         self._rules = [_Rule.of(leaf, clip=clip) for leaf in self.leaves]
         self.dtypes = [rule.stored for rule in self._rules]
         self._is_leaf = children(space) is None
+        self._as_stored = not any(
+            rule.offset or (clip and rule.stored.kind == "f") for rule in self._rules
+        )
 
     def encode(self, action: Any, num_rows: int) -> list[Array]:
         """The rows to store, one array [n, *shape] for each leaf.
@@ -107,6 +110,8 @@ class ActionCodec:
 
     def decode(self, rows: list[Array]) -> list[Array]:
         """What the environments get for these rows, one array for each leaf."""
+        if self._as_stored:
+            return rows
         return [rule.decode(row) for rule, row in zip(self._rules, rows, strict=True)]
 
     def rows_of(self, action: Any) -> Any:
@@ -194,11 +199,11 @@ class _Rule:
         return cls(leaf, stored, tensor_dtype, low, high, offset, clip, largest, indices)
 
     def encode(self, value: Tensor, num_rows: int) -> Array:
-        expected = (num_rows, *self.leaf.shape)
-        if self.indices and value.dtype is torch.int64 and value.shape == expected:
-            given = to_numpy(value)
+        if self.indices and value.dtype is torch.int64 and value.shape == (num_rows,):
+            given: Array = value.numpy() if value.is_cpu else to_numpy(value)
             if self.indices.issuperset(given.tolist()):  # a third of what numpy takes for a few
                 return given
+        expected = (num_rows, *self.leaf.shape)
         if value.shape != expected:
             if self.leaf.shape != () or value.shape != (num_rows, 1):
                 raise ActionError(

@@ -1,15 +1,14 @@
 """Trajectories: their keys, how rows become TensorDicts, and what hooks may do to them.
 
-A piece is a run of consecutive rows of one episode. Its observations are kept once, T + 1 of them:
-row t acts on number t and leads to number t + 1, of which the last is the true one, also at an
-episode's end.
+A trajectory holds every observation twice: as what a row acts on, and as what the row before leads
+to; at an episode's end the latter is the true final one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,9 +16,8 @@ from tensordict import NonTensorStack, TensorDict, TensorDictBase
 from torch import Tensor
 
 from gymtask.errors import HookError
+from gymtask.tape import FLAGS, REWARD, Key, Piece, Selection
 from gymtask.workers.layout import Array
-
-Key: TypeAlias = "tuple[str, ...]"
 
 STATE_KEYS = ("is_init", "env_id", "trajectory_id", "step", "run_step")
 """What `states` holds beside the observation and carries."""
@@ -31,55 +29,6 @@ RESERVED_KEYS = frozenset({"observation", "next", "state_value", *STATE_KEYS})
 """First keys that `get_actions` must not return."""
 
 
-@dataclass
-class Piece:
-    """Consecutive rows of one episode, as they were collected.
-
-    Attributes:
-        env_id: Index of the environment.
-        trajectory_id: Number of the episode.
-        first_step: Row number in the episode of the first row.
-        first_run_step: Step of the environment in the run at the first row.
-        length: T.
-        states: Arrays [T + 1, ...]: observations and carries.
-        rows: Arrays [T, ...]: actions, what else the policy returned, reward, flags.
-        infos: For each row the values of the asked info keys; empty when none are asked for.
-    """
-
-    env_id: int
-    trajectory_id: int
-    first_step: int
-    first_run_step: int
-    length: int
-    states: dict[Key, Array]
-    rows: dict[Key, Array]
-    infos: list[dict[str, Any]] = field(default_factory=list)
-
-    def split(self, length: int) -> tuple[Piece, Piece]:
-        """The first `length` rows and the rest; the observation between them belongs to both."""
-        head = Piece(
-            self.env_id,
-            self.trajectory_id,
-            self.first_step,
-            self.first_run_step,
-            length,
-            {key: array[: length + 1] for key, array in self.states.items()},
-            {key: array[:length] for key, array in self.rows.items()},
-            self.infos[:length],
-        )
-        tail = Piece(
-            self.env_id,
-            self.trajectory_id,
-            self.first_step + length,
-            self.first_run_step + length,
-            self.length - length,
-            {key: array[length:] for key, array in self.states.items()},
-            {key: array[length:] for key, array in self.rows.items()},
-            self.infos[length:],
-        )
-        return head, tail
-
-
 def assemble(pieces: Sequence[Piece], info_keys: Sequence[str]) -> TensorDict:
     """All rows of some pieces, end to end.
 
@@ -87,23 +36,17 @@ def assemble(pieces: Sequence[Piece], info_keys: Sequence[str]) -> TensorDict:
         A TensorDict [sum T] of tensors that share no memory with each other or with the pieces.
     """
     lengths = [piece.length for piece in pieces]
+    selection = Selection(pieces)
+    _check_keys(selection.row_keys)
     content: dict[str, Any] = {}
     following: dict[str, Any] = {}
-    for key in pieces[0].states:
-        # Row t acts on number t and leads to number t + 1 of its piece.
-        _put(content, key, _joined([piece.states[key][:-1] for piece in pieces]))
-        _put(following, key, _joined([piece.states[key][1:] for piece in pieces]))
-    for piece in pieces:
-        if piece.rows.keys() != pieces[0].rows.keys():
-            raise HookError(
-                "`get_actions` must return the same keys while rows of an earlier collection are"
-                f" left, got {sorted(piece.rows)} after {sorted(pieces[0].rows)}; call pool.reset()"
-                " to give those rows up"
-            )
-    for key in pieces[0].rows:
-        _put(content, key, _joined([piece.rows[key] for piece in pieces]))
-    following.update(content.pop("next"))
-    following["done"] = following["terminated"] | following["truncated"]
+    for key in pieces[0].tape.states:
+        _put(content, key, torch.from_numpy(selection.states(key)))
+        _put(following, key, torch.from_numpy(selection.next_states(key)))
+    for key in pieces[0].tape.rows:
+        if key not in (REWARD, FLAGS):
+            _put(content, key, torch.from_numpy(selection.rows(key)))
+    following |= _outcome(selection)
     if info_keys:
         following["info"] = _info_columns(
             [info for piece in pieces for info in piece.infos], info_keys
@@ -114,12 +57,34 @@ def assemble(pieces: Sequence[Piece], info_keys: Sequence[str]) -> TensorDict:
     return TensorDict(content, batch_size=[sum(lengths)])
 
 
+def _check_keys(row_keys: Sequence[set[Key]]) -> None:
+    for keys in row_keys:
+        if keys != row_keys[0]:
+            raise HookError(
+                "`get_actions` must return the same keys while rows of an earlier collection are"
+                f" left, got {sorted(keys)} after {sorted(row_keys[0])}; call pool.reset() to give"
+                " those rows up"
+            )
+
+
+def _outcome(selection: Selection) -> dict[str, Tensor]:
+    flags = torch.from_numpy(selection.rows(FLAGS))
+    terminated, truncated = flags[:, 0].clone(), flags[:, 1].clone()
+    return {
+        "reward": torch.from_numpy(selection.rows(REWARD).astype(np.float32)),
+        "terminated": terminated,
+        "truncated": truncated,
+        "done": terminated | truncated,
+    }
+
+
 def value_states(pieces: Sequence[Piece]) -> TensorDict:
     """The states of all rows, each piece with the one that it leads to, [sum (T + 1)]."""
     lengths = [piece.length + 1 for piece in pieces]
+    selection = Selection(pieces)
     content: dict[str, Any] = {}
-    for key in pieces[0].states:
-        _put(content, key, _joined([piece.states[key] for piece in pieces]))
+    for key in pieces[0].tape.states:
+        _put(content, key, torch.from_numpy(selection.all_states(key)))
     content.update(_counters(pieces, lengths))
     return TensorDict(content, batch_size=[sum(lengths)])
 
@@ -131,27 +96,21 @@ def split_values(values: Tensor, pieces: Sequence[Piece]) -> tuple[Tensor, Tenso
 
 
 def _counters(pieces: Sequence[Piece], lengths: Sequence[int]) -> dict[str, Tensor]:
-    def repeated(values: list[int]) -> Tensor:
-        return torch.from_numpy(np.repeat(np.array(values, np.int64), lengths))
+    def repeated(values: list[int]) -> Array:
+        return np.repeat(np.array(values, np.int64), lengths)
 
-    def counted(firsts: list[int]) -> Tensor:
-        runs = [
-            np.arange(first, first + length) for first, length in zip(firsts, lengths, strict=True)
-        ]
-        return torch.from_numpy(np.concatenate(runs))
-
-    step = counted([piece.first_step for piece in pieces])
-    return {
+    # Number r of all rows is number r - before of its piece, if `before` rows lie before that one.
+    before = list(accumulate(lengths, initial=0))
+    number = np.arange(before[-1]) - repeated(before[:-1])
+    step = number + repeated([piece.first_step for piece in pieces])
+    counters = {
         "is_init": step == 0,
         "step": step,
-        "run_step": counted([piece.first_run_step for piece in pieces]),
+        "run_step": number + repeated([piece.first_run_step for piece in pieces]),
         "trajectory_id": repeated([piece.trajectory_id for piece in pieces]),
         "env_id": repeated([piece.env_id for piece in pieces]),
     }
-
-
-def _joined(arrays: list[Array]) -> Tensor:
-    return torch.from_numpy(np.concatenate(arrays))
+    return {key: torch.from_numpy(column) for key, column in counters.items()}
 
 
 def _put(target: dict[str, Any], key: Key, value: Any) -> None:
@@ -200,8 +159,8 @@ def _as_array(value: Any) -> Array:
 # ---- what hooks may do ---------------------------------------------------------------------------
 
 
-def checked_trajectory(hook: str, before: TensorDictBase, after: object) -> TensorDict:
-    """What a postprocess hook made of one trajectory, which must have the same length.
+def checked_trajectory(hook: str, length: int, after: object) -> TensorDict:
+    """What a postprocess hook made of one trajectory, which must still have its length.
 
     Raises:
         HookError: It is no TensorDict, or of another batch size.
@@ -209,19 +168,26 @@ def checked_trajectory(hook: str, before: TensorDictBase, after: object) -> Tens
     if not isinstance(after, TensorDictBase):
         hint = "; does it end with `return trajectory`?" if after is None else ""
         raise HookError(f"`{hook}` must return a TensorDict, got {type(after).__name__}{hint}")
-    if after.batch_size != before.batch_size:
+    if after.batch_size != (length,):
         raise HookError(
-            f"`{hook}` must keep the length of a trajectory, {len(before)}, got batch size"
+            f"`{hook}` must keep the length of a trajectory, {length}, got batch size"
             f" {tuple(after.batch_size)}"
         )
     return after if isinstance(after, TensorDict) else after.to_tensordict()
 
 
-def checked_trajectories(before: Sequence[TensorDictBase], after: object) -> list[TensorDict]:
+def checked_trajectories(
+    lengths: Sequence[int], places: Sequence[tuple[Tensor | None, Tensor | None]], after: object
+) -> list[TensorDict]:
     """What `postprocess_trajectories` returned: the same number, lengths and order.
 
+    Args:
+        lengths: Of the trajectories that it was given.
+        places: The trajectory_id and step [T] of each, which tell where it belongs.
+        after: What it returned.
+
     Raises:
-        HookError: Number or lengths differ.
+        HookError: Number, lengths or order differ.
     """
     name = "postprocess_trajectories"
     if isinstance(after, TensorDictBase) or not isinstance(after, (list, tuple)):
@@ -229,19 +195,21 @@ def checked_trajectories(before: Sequence[TensorDictBase], after: object) -> lis
         raise HookError(
             f"`{name}` must return a list of TensorDicts, got {type(after).__name__}{hint}"
         )
-    if len(after) != len(before):
+    if len(after) != len(lengths):
         raise HookError(
-            f"`{name}` must keep the number of trajectories, {len(before)}, got {len(after)}"
+            f"`{name}` must keep the number of trajectories, {len(lengths)}, got {len(after)}"
         )
-    checked = [checked_trajectory(name, old, new) for old, new in zip(before, after, strict=True)]
-    for place, (old, new) in enumerate(zip(before, checked, strict=True)):
-        for key in ("trajectory_id", "step"):
-            stood, stands = old.get(key, None), new.get(key, None)
-            if stood is stands or stood is None or stands is None:  # a hook may take keys away
+    checked = [
+        checked_trajectory(name, length, one) for length, one in zip(lengths, after, strict=True)
+    ]
+    for place, (stood, trajectory) in enumerate(zip(places, checked, strict=True)):
+        for key, before in zip(("trajectory_id", "step"), stood, strict=True):
+            now = trajectory.get(key, None)
+            if before is now or before is None or now is None:  # a hook may take keys away
                 continue
-            if not torch.equal(stood[:1], stands[:1]):
+            if not torch.equal(before[:1], now[:1]):
                 raise HookError(
                     f"`{name}` must keep the order of trajectories, got one that begins with {key}"
-                    f" {stands[:1].tolist()} at place {place}, where {stood[:1].tolist()} stood"
+                    f" {now[:1].tolist()} at place {place}, where {before[:1].tolist()} stood"
                 )
     return checked

@@ -30,7 +30,11 @@ from typing import Any, NoReturn
 
 MAX_DESCRIPTORS = 16  # of one request
 PATIENCE = 0.4  # seconds that killed processes get to disappear
-PRELOAD = ("gymtask.workers.worker_main", "gymtask.workers.launch")
+PRELOAD = (
+    "gymtask.workers.worker_main",
+    "gymtask.workers.vector_stepper",
+    "gymtask.workers.launch",
+)
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # from <sys/prctl.h>
 
 

@@ -8,7 +8,7 @@ space.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -227,16 +227,16 @@ def make_reader(space: Space, arrays: Sequence[Array]) -> Reader:
 
 def nest(space: Space, arrays: Sequence[Any]) -> Any:
     """Arranges one thing per leaf in the shape of the space: dicts for Dict, tuples for Tuple."""
-    iterator = iter(arrays)
+    return _nested(space, iter(arrays))
 
-    def build(part: Space) -> Any:
-        parts = children(part)
-        if parts is None:
-            return next(iterator)
-        built = {key: build(child) for key, child in parts}
-        return built if isinstance(part, spaces.Dict) else tuple(built.values())
 
-    return build(space)
+def _nested(space: Space, arrays: Iterator[Any]) -> Any:
+    # No inner function that calls itself: it would keep the arrays until a garbage collection.
+    parts = children(space)
+    if parts is None:
+        return next(arrays)
+    built = {key: _nested(part, arrays) for key, part in parts}
+    return built if isinstance(space, spaces.Dict) else tuple(built.values())
 
 
 def flatten(space: Space, value: Any) -> list[Any]:

@@ -1,19 +1,14 @@
 """`WorkerPool`: N environments that are sent actions and give rows back when they are ready.
 
-What is the same in every mode lives here: who was sent an action, who is ready, which rows a `recv`
-gives. A mode adds how the environments are run: `_post` starts steps, `_wait` lets finished ones
-in, `_run` does everything else.
-
-The life of one environment in a pool::
-
-    idle ──send──► pending (stepping ──► ready) ──recv──► idle
+What is the same in every mode lives here, and in `queue.py`. A mode adds how the environments are
+run: `_post` starts steps, `_wait` lets finished ones in, `_run` does everything else.
 """
 
 from __future__ import annotations
 
-import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+import importlib
+from abc import abstractmethod
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
@@ -22,8 +17,6 @@ import numpy as np
 from gymtask.errors import (
     CollectionInterrupted,
     ConfigurationError,
-    NothingPendingError,
-    PoolClosedError,
     PoolStateError,
 )
 from gymtask.workers.arguments import (
@@ -34,13 +27,19 @@ from gymtask.workers.arguments import (
     checked_seed,
 )
 from gymtask.workers.layout import Array, Space
+from gymtask.workers.queue import StepQueue
 from gymtask.workers.slots import Slots
 from gymtask.workers.worker import BaseEnvironmentWorker, Steps, spaces_of, take_rows
 
-WAIT_SLICE = 0.2  # seconds between two looks at `interrupt` while nothing is ready
+_POOLS = {
+    "sync": "gymtask.workers.sync:SyncPool",
+    "thread": "gymtask.workers.thread:ThreadPool",
+    "process": "gymtask.workers.process:ProcessPool",
+    "native": "gymtask.workers.native:NativePool",
+}
 
 
-class WorkerPool(ABC):
+class WorkerPool(StepQueue):
     """N environments behind `send` and `recv`; a context manager.
 
     Each row that `recv` gives is one real transition: an environment whose episode ended has
@@ -52,7 +51,6 @@ class WorkerPool(ABC):
             steps = pool.recv(min_envs=1, max_envs=None, timeout=None)
 
     Attributes:
-        num_envs: N.
         observation_space: The space of one environment.
         action_space: The space of one environment.
         seed: Seed of the first worker; environment i is first reset with its worker's seed + i.
@@ -60,41 +58,35 @@ class WorkerPool(ABC):
         episode: int64 [N], episodes that each environment began before its present one; -1 before
             the first.
         reset_seeds: Seeds of the first reset, where they are not `seed + i`.
-        interrupt: Asked while waiting; True ends the wait with
-            `gymtask.errors.CollectionInterrupted`.
-        num_posted: Steps asked for so far.
-        num_pending: Environments whose step was asked for and not taken.
         was_reset: Whether the pool was reset at least once.
         memory: What the collector keeps between two collections; dropped by `reset`.
         noise: The action noise, made by the collector from `noise_key`.
         noise_key: (seed, purpose, count) of the action noise.
         cursor: The environment whose turn it is to give a row more than others.
+        steps_together: Whether a step is one of all environments.
+        began: Of the environments that `take` gave, those whose step was no transition but began an
+            episode, int64 [n]; None where there are none.
     """
+
+    steps_together = False
 
     def __init__(self, workers: Sequence[BaseEnvironmentWorker], slots: Slots) -> None:
         self.workers = list(workers)
         self.slots = slots
-        self.num_envs = slots.num_envs
+        super().__init__([worker.env_ids for worker in workers])
         self.observation_space: Space = slots.observation_space
         self.action_space: Space = slots.action_space
         self.seed = workers[0].seed
         self.cleanup_time = max(worker.cleanup_time for worker in workers)
-        self.all_ids: Array = np.arange(self.num_envs)
-        self.all_ids.setflags(write=False)  # `take` gives it out
         self.run_step: Array = np.zeros(self.num_envs, np.int64)
         self.episode: Array = np.full(self.num_envs, -1, np.int64)
         self.reset_seeds: list[int] | None = None
-        self.interrupt: Callable[[], bool] | None = None
         self.memory: Any = None
         self.noise: Any = None
         self.noise_key = (self.seed, "noise", 0)
         self.cursor = 0
-        self.num_posted = 0
-        self.closed = False
+        self.began: Array | None = None
         self.was_reset = False
-        self._pending: Array = np.zeros(self.num_envs, bool)
-        self.num_pending = 0
-        self._ready: list[int] = []
 
     @staticmethod
     def from_workers(workers: Sequence[BaseEnvironmentWorker]) -> WorkerPool:
@@ -107,13 +99,17 @@ class WorkerPool(ABC):
             ConfigurationError: The workers do not fit together.
             Exception: What making an environment raised.
         """
-        from gymtask.workers.process import ProcessPool  # here: the modes build on this module
-        from gymtask.workers.sync import SyncPool
-        from gymtask.workers.thread import ThreadPool
+        check_workers(workers, list(_POOLS))
+        module, _, name = _POOLS[workers[0].mode].partition(":")
+        kind = getattr(importlib.import_module(module), name)  # now: it builds on this module
+        pool: WorkerPool = kind.start(workers)
+        return pool
 
-        modes: dict[str, Any] = {"sync": SyncPool, "thread": ThreadPool, "process": ProcessPool}
-        check_workers(workers, list(modes))
-        pool: WorkerPool = modes[workers[0].mode](workers, *spaces_of(workers[0].maker))
+    @classmethod
+    def start(cls, workers: Sequence[BaseEnvironmentWorker]) -> Self:
+        """Starts workers of this mode; see `from_workers`."""
+        started: Any = cls
+        pool: Self = started(workers, *spaces_of(workers[0].maker))
         return pool
 
     # ---- what a user calls -----------------------------------------------------------------------
@@ -163,9 +159,10 @@ class WorkerPool(ABC):
         ids = self.all_ids if env_ids is None else checked_ids(env_ids, self.num_envs)
         if not self.was_reset:
             raise PoolStateError("cannot send before the first reset; call reset() first")
-        if self._pending[ids].any():
+        pending = ids[self._is_pending()[ids]]
+        if len(pending):
             raise PoolStateError(
-                f"cannot send to environments {ids[self._pending[ids]].tolist()}, as their last"
+                f"cannot send to environments {pending.tolist()}, as their last"
                 " action is pending; call recv() first"
             )
         arrays = action_arrays(self.action_space, actions, len(ids))
@@ -176,7 +173,7 @@ class WorkerPool(ABC):
     def recv(
         self, min_envs: int = 1, max_envs: int | None = None, timeout: float | None = None
     ) -> Steps:
-        """Gives the rows of environments that are ready.
+        """Gives the rows of environments that are ready, first come, first served.
 
         Args:
             min_envs: Returns as soon as so many rows are ready; more than are pending counts as all
@@ -277,71 +274,7 @@ class WorkerPool(ABC):
         self.episode[:] = state["episode"]
         self.cursor = int(state["cursor"])
 
-    # ---- the per-step path, which the collector calls --------------------------------------------
-    def post(self, env_ids: Array) -> None:
-        """Starts a step in `env_ids`, whose actions lie in the slots."""
-        if self.closed:
-            self._require_open()
-        self._pending[env_ids] = True
-        self.num_pending += len(env_ids)
-        self.num_posted += len(env_ids)
-        self._post(env_ids)
-
-    def take(self, min_envs: int, max_envs: int, timeout: float | None = None) -> Array:
-        """Waits as `recv` does, and gives the indices of the environments alone, increasing.
-
-        The rows lie in the slots.
-
-        Raises:
-            NothingPendingError: No environment was sent an action.
-            CollectionInterrupted: `interrupt` said so, and nobody finished for `WAIT_SLICE`
-                seconds. What is ready stays so.
-        """
-        if self.closed:
-            self._require_open()
-        if not self.num_pending:
-            raise NothingPendingError("cannot recv, as no action is pending; call send() first")
-        want = min(min_envs, self.num_pending)
-        deadline = None if timeout is None else time.monotonic() + timeout
-        if len(self._ready) >= want:
-            self._wait(0.0)  # whoever has finished since joins
-        while len(self._ready) < want:
-            patience = WAIT_SLICE
-            if deadline is not None and self._ready:
-                patience = min(patience, deadline - time.monotonic())
-                if patience <= 0:
-                    break
-            num_ready = len(self._ready)
-            self._wait(patience)
-            news = len(self._ready) > num_ready
-            if not news and self.interrupt is not None and self.interrupt():
-                raise CollectionInterrupted("asked to stop while waiting for environments")
-        return self._pop(max_envs)
-
-    def _pop(self, max_envs: int) -> Array:
-        ready = self._ready
-        if len(ready) == self.num_envs <= max_envs:
-            ids = self.all_ids
-            self._ready = []
-        else:
-            ids = np.sort(np.array(ready[:max_envs], np.int64))
-            self._ready = ready[max_envs:]
-        self._pending[ids] = False
-        self.num_pending -= len(ids)
-        return ids
-
     # ---- what a mode adds ------------------------------------------------------------------------
-
-    @abstractmethod
-    def _post(self, env_ids: Array) -> None:
-        """Starts a step in these environments."""
-
-    @abstractmethod
-    def _wait(self, timeout: float) -> None:
-        """Waits up to `timeout` seconds for a worker; adds rows of all finished ones to `_ready`.
-
-        That the list is in the order in which they came is what first come, first served rests on.
-        """
 
     @abstractmethod
     def _run(
@@ -384,16 +317,10 @@ class WorkerPool(ABC):
             self.close()
             raise CollectionInterrupted("asked to stop while workers were busy; the pool is closed")
 
-    def _require_open(self) -> None:
-        if self.closed:
-            raise PoolClosedError(
-                "cannot use the pool, as it is closed; make a new one with get_worker_pool()"
-            )
-
     def _require_idle(self, call: str) -> None:
         self._require_open()
         if self.num_pending:
             raise PoolStateError(
                 f"cannot {call} while actions of environments"
-                f" {np.flatnonzero(self._pending).tolist()} are pending; call recv() first"
+                f" {np.flatnonzero(self._is_pending()).tolist()} are pending; call recv() first"
             )

@@ -33,16 +33,14 @@ class SyncPool(WorkerPool):
             self._fail(error, self._stepper.current)
 
     def _post(self, env_ids: Array) -> None:
-        self._posted += env_ids.tolist()
+        self._posted += self.all_listed if env_ids is self.all_ids else env_ids.tolist()
 
     def _wait(self, timeout: float) -> None:
         if timeout <= 0.0:
             return  # nothing finishes by itself here: steps are made when somebody waits for them
         posted, self._posted = self._posted, []
-        step = self._stepper.step
         try:
-            for index in posted:
-                step(index)
+            self._stepper.step_all(posted)
         except BaseException as error:  # Ctrl-C too: it leaves an environment within its step
             self._fail(error, self._stepper.current)
         self._ready += posted

@@ -14,7 +14,8 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from gymtask.workers.layout import Array, Space
-from gymtask.workers.pool import WAIT_SLICE, WorkerPool
+from gymtask.workers.pool import WorkerPool
+from gymtask.workers.queue import WAIT_SLICE
 from gymtask.workers.slots import EnvironmentStepper, Slots
 from gymtask.workers.worker import BaseEnvironmentWorker, split_by_owner
 
@@ -175,8 +176,7 @@ class ThreadPool(WorkerPool):
 
 
 def _step_all(stepper: EnvironmentStepper, env_ids: list[int]) -> list[int]:
-    for index in env_ids:
-        stepper.step(index)
+    stepper.step_all(env_ids)
     return env_ids
 
 

@@ -21,7 +21,7 @@ class BaseEnvironmentWorker:
         maker: Makes each of its environments.
         env_ids: Their indices in the pool.
         seed: Environment i is first reset with `seed + i`.
-        mode: "sync", "thread" or "process"; the same for all workers of a pool.
+        mode: "sync", "thread", "process" or "native"; the same for all workers of a pool.
         cleanup_time: Seconds it gets to close its environments before it is killed.
         daemon: Whether a worker process is daemonic.
     """
@@ -100,14 +100,15 @@ def make_workers(
 ) -> list[BaseEnvironmentWorker]:
     """Splits environments over workers, in sizes that differ by at most one."""
     sync = force_sync or config.num_env_workers == 0
-    num_workers = max(1, config.num_env_workers)
+    mode = "sync" if sync else config.env_worker_mode
+    num_workers = 1 if mode == "native" else max(1, config.num_env_workers)
     groups = np.array_split(np.arange(config.total_envs), num_workers)
     return [
         BaseEnvironmentWorker(
             maker=maker,
             env_ids=tuple(group.tolist()),
             seed=config.env_seed,
-            mode="sync" if sync else config.env_worker_mode,
+            mode=mode,
             cleanup_time=config.env_cleanup_time,
             daemon=config.daemon,
         )

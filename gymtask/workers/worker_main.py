@@ -8,11 +8,11 @@ import multiprocessing
 import os
 import pickle
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Protocol
 
 import cloudpickle
 import numpy as np
@@ -20,9 +20,13 @@ import numpy as np
 from gymtask.maker import EnvironmentMaker
 from gymtask.workers.registry import register_all
 from gymtask.workers.slots import EnvironmentStepper, Slots
+from gymtask.workers.spreading import make_getcpu
+from gymtask.workers.waiting import Waiter
 
-# Added to the "go" counter, beside the 1 of a step, so that one read tells which of the two came.
-COMMAND = 1 << 32
+# What is written to "go". A worker gets no second order to step before it has finished the first,
+# but a command may come on top of one: they add up, and one read tells what there is.
+STEP_SOME, STEP_ALL, COMMAND = 1, 2, 1 << 32
+LINE = 64  # bytes: a cache line, so that what different processes write never shares one
 
 
 class Descriptor:
@@ -40,26 +44,84 @@ def _received(duplicate: Any) -> int:
     return number
 
 
+class Stepper(Protocol):
+    """The environments of one worker."""
+
+    progress: Any
+
+    def make(self) -> None:
+        """Makes the environments."""
+
+    def step_all(self, env_ids: Sequence[int]) -> None:
+        """Steps some of them."""
+
+    def news(self, env_ids: Sequence[int]) -> Any:
+        """What the parent must be told after a step and cannot read in shared memory, or None."""
+
+    def run(self, method: str, env_ids: Sequence[int], args: Any, kwargs: dict[str, Any]) -> Any:
+        """Runs something else on some of them, and gives the answer."""
+
+    def close(self) -> None:
+        """Closes them."""
+
+
+class Program(Protocol):
+    """What a worker is to do, as it travels to it."""
+
+    def __call__(self, memory: memoryview, env_ids: Sequence[int]) -> Stepper:
+        """Lays out the memory that all workers share."""
+
+
+class Control:
+    """The part of the shared memory by which workers are told what to do.
+
+    Attributes:
+        progress: For each worker int64 [1] in a cache line of its own: what its stepper is at.
+        cores: Likewise the core that it was on at the end of its last step.
+        caller: int64 [1], the core of the process that told them to step.
+        requested: bool [N]: the environments to be stepped, where not all of a worker are.
+    """
+
+    def __init__(self, memory: memoryview, num_workers: int) -> None:
+        lines = memory[: (num_workers + 1) * LINE].cast("q")
+        starts = range(LINE // 8, len(lines), LINE // 8)
+        self.caller = lines[:1]
+        self.progress = [lines[start : start + 1] for start in starts]
+        self.cores = [lines[start + 1 : start + 2] for start in starts]
+        self.requested = memory[(num_workers + 1) * LINE :].cast("?")
+
+    @staticmethod
+    def nbytes(num_workers: int, num_envs: int) -> int:
+        """Bytes of memory that it takes, a multiple of a cache line."""
+        return (num_workers + 1) * LINE + -(-num_envs // LINE) * LINE
+
+
 @dataclass(frozen=True)
 class WorkerTask:
     """Everything a worker is started with.
 
     Attributes:
-        recipe: What `pickle_recipe` made.
+        recipe: What `pack_program` made.
+        index: Which worker it is.
         env_ids: The environments it runs.
-        num_envs: Environments of the whole pool.
+        num_workers: Workers in all.
+        num_envs: Environments of all of them.
+        may_spin: Whether it may poll before it blocks.
         environ: The environment variables it is to have.
-        memory: Descriptor of the shared memory of the slots; as the next two, a `Descriptor` until
-            it has arrived.
-        go: Descriptor of an eventfd: 1 asks to step the requested environments, COMMAND to read the
-            pipe.
+        memory: Descriptor of the shared memory, which begins with a `Control`; as the next two, a
+            `Descriptor` until it has arrived.
+        go: Descriptor of an eventfd: STEP_ALL asks to step all environments, STEP_SOME the
+            requested ones, COMMAND to read the pipe.
         done: Descriptor of an eventfd that counts finished steps.
-        pipe: Commands in; answers, infos and failures out.
+        pipe: Commands in; answers, news and failures out.
     """
 
     recipe: bytes
+    index: int
     env_ids: tuple[int, ...]
+    num_workers: int
     num_envs: int
+    may_spin: bool
     environ: Mapping[str, str]
     memory: Any
     go: Any
@@ -77,15 +139,15 @@ def run_worker(task: WorkerTask) -> None:
     os.environ.update(task.environ)
     # The fork server's global stream would be the same one in all workers.
     np.random.seed()
-    stepper: EnvironmentStepper | None = None
+    stepper: Stepper | None = None
     try:
-        stepper = _make_stepper(task)
+        stepper, control = _make_stepper(task)
         stepper.make()
         _send(task.pipe, "answer", None)
-        _serve(task, stepper)
+        _serve(task, stepper, control)
         stepper.close()
     except Exception as error:
-        _report(task.pipe, error, -1 if stepper is None else stepper.current)
+        _report(task.pipe, error, -1 if stepper is None else stepper.progress[0])
     finally:
         if stepper is not None:
             # After a failure, which is what the parent raises, whatever comes now.
@@ -96,22 +158,29 @@ def run_worker(task: WorkerTask) -> None:
             child.kill()
 
 
-def _serve(task: WorkerTask, stepper: EnvironmentStepper) -> None:
+def _serve(task: WorkerTask, stepper: Stepper, control: Control) -> None:
     """Steps and answers until it is told to close."""
-    go, done = task.go, task.done
-    requested = stepper.slots.requested
-    infos = stepper.slots.infos if stepper.keeps_infos else None
+    go, done, requested = task.go, task.done, control.requested
+    core, caller, getcpu = control.cores[task.index], control.caller, make_getcpu()
+    waiter = Waiter(task.may_spin)
+    waiter.watch(go)
     while True:
+        # On the caller's own core it would only be in the way of what it waits for.
+        waiter.poll(may_spin=getcpu() != caller[0])
         asked = os.eventfd_read(go)
-        if asked % COMMAND:
-            stepped = [index for index in task.env_ids if requested[index]]
-            for index in stepped:
-                stepper.step(index)
-                requested[index] = False  # only now: the parent can tell where a dead worker stood
-            if infos is None:
+        if orders := asked % COMMAND:
+            env_ids = task.env_ids
+            if orders == STEP_SOME:
+                env_ids = tuple(index for index in env_ids if requested[index])
+                for index in env_ids:
+                    requested[index] = False
+            stepper.step_all(env_ids)
+            news = stepper.news(env_ids)
+            core[0] = getcpu()
+            if news is None:
                 os.eventfd_write(done, 1)
             else:
-                _send(task.pipe, "infos", {index: infos[index] for index in stepped})
+                _send(task.pipe, "news", news)
         if asked >= COMMAND:
             method, args, kwargs = pickle.loads(task.pipe.recv_bytes())
             if method == "close":
@@ -119,29 +188,56 @@ def _serve(task: WorkerTask, stepper: EnvironmentStepper) -> None:
             _send(task.pipe, "answer", stepper.run(method, task.env_ids, args, kwargs))
 
 
-def pickle_recipe(
-    maker: EnvironmentMaker, observation_space: Any, action_space: Any, registered: bytes
-) -> bytes:
+def pack_program(program: Program, registered: bytes) -> bytes:
     """What a worker needs to make its environments, as bytes.
 
     Args:
+        program: What it is to do.
+        registered: What `registry.pickle_registry` made.
+    """
+    return pickle.dumps((registered, bytes(cloudpickle.dumps(program))))
+
+
+def _make_stepper(task: WorkerTask) -> tuple[Stepper, Control]:
+    registered, packed = pickle.loads(task.recipe)
+    register_all(registered)  # first: the program may ask for what is registered
+    program: Program = pickle.loads(packed)
+    memory = memoryview(mmap.mmap(task.memory, 0))
+    os.close(task.memory)
+    start = Control.nbytes(task.num_workers, task.num_envs)
+    control = Control(memory[:start], task.num_workers)
+    stepper = program(memory[start:], task.env_ids)
+    stepper.progress = control.progress[task.index]
+    stepper.progress[0] = -1
+    return stepper, control
+
+
+@dataclass(frozen=True)
+class PoolProgram:
+    """Steps environments into the slots of a pool.
+
+    Attributes:
         maker: Makes each of them.
         observation_space: The space that each must have.
         action_space: The space that each must have.
-        registered: What `registry.pickle_registry` made.
+        num_envs: Environments of the pool.
     """
-    parts = (registered, maker.to_bytes(), observation_space, action_space)
-    return bytes(cloudpickle.dumps(parts))
+
+    maker: EnvironmentMaker
+    observation_space: Any
+    action_space: Any
+    num_envs: int
+
+    def __call__(self, memory: memoryview, env_ids: Sequence[int]) -> Stepper:
+        """See `Program`."""
+        slots = Slots(self.observation_space, self.action_space, self.num_envs, memory)
+        return _PoolStepper(slots, dict.fromkeys(env_ids, self.maker))
 
 
-def _make_stepper(task: WorkerTask) -> EnvironmentStepper:
-    registered, maker_bytes, observation_space, action_space = pickle.loads(task.recipe)
-    register_all(registered)
-    maker = EnvironmentMaker.from_bytes(maker_bytes)
-    memory = mmap.mmap(task.memory, Slots.nbytes(observation_space, action_space, task.num_envs))
-    os.close(task.memory)
-    slots = Slots(observation_space, action_space, task.num_envs, memory)
-    return EnvironmentStepper(slots, dict.fromkeys(task.env_ids, maker))
+class _PoolStepper(EnvironmentStepper):
+    def news(self, env_ids: Sequence[int]) -> Any:
+        """The infos, where some are kept."""
+        return {index: self.slots.infos[index] for index in env_ids} if self.keeps_infos else None
 
 
 def _send(pipe: Connection, kind: str, content: Any) -> None:

@@ -94,7 +94,7 @@ class TestWorkers:
             ([(0,), (0,)], ["sync"] * 2, "`env_ids` of the workers must be 0 to N-1 in order"),
             ([(0,), ()], ["sync"] * 2, "at least one for each, got [[0], []]"),
             ([(0,), (1,)], ["sync", "thread"], "`mode` must be one of 'sync', 'thread', 'process'"),
-            ([(0,)], ["native"], "and the same for all workers, got ['native']"),
+            ([(0,)], ["cluster"], "and the same for all workers, got ['cluster']"),
         ],
     )
     def test_workers_that_make_no_pool_are_refused(

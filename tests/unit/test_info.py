@@ -11,8 +11,9 @@ import torch
 from tensordict import NonTensorStack
 
 import gymtask
+from gymtask.tape import Piece
 from gymtask.testing import ScriptedEnv
-from gymtask.trajectory import Piece, assemble
+from gymtask.trajectory import assemble
 from tests.tasks import collect
 from tests.unit.scripted_tasks import informed, scripted_task
 
@@ -21,7 +22,8 @@ def piece_of(infos: Sequence[dict[str, Any]]) -> Piece:
     length = len(infos)
     rows = {("next", name): np.zeros(length, bool) for name in ("terminated", "truncated")}
     states = {("observation",): np.zeros((length + 1, 1), np.float32)}
-    return Piece(0, 0, 0, 0, length, states, rows, list(infos))
+    rows["next", "reward"] = np.zeros(length)
+    return Piece.from_arrays(states, rows, infos=infos)
 
 
 def column(values: Sequence[Any]) -> tuple[Any, list[bool]]:

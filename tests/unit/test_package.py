@@ -20,10 +20,11 @@ ABOVE_THE_LINE = [
     "gymtask.maker",
     "gymtask.testing",
     *(f"gymtask.workers.{path.stem}" for path in sorted((ROOT / "workers").glob("[a-z]*.py"))),
+    *(f"gymtask.vector.{path.stem}" for path in sorted((ROOT / "vector").glob("[a-z]*.py"))),
 ]
 ORDER = [
-    "errors", "config", "maker", "workers", "spaces", "video", "environment", "trajectory",
-    "sampling", "options", "plan", "acting", "windows", "replay", "rollout", "collector", "samples",
+    "errors", "config", "maker", "workers", "vector", "spaces", "video", "environment", "tape", "trajectory",
+    "sampling", "states", "options", "plan", "together", "acting", "windows", "replay", "rollout", "collector", "samples",
     "returns", "clips", "hooks", "task", "training", "trainer", "testing",
 ]  # fmt: skip
 """Imports go from later names to earlier ones only, but for type annotations."""

@@ -17,7 +17,8 @@ from gymnasium import spaces
 from tensordict import TensorDict
 
 import gymtask
-from gymtask.trajectory import Piece, assemble, split_values, value_states
+from gymtask.tape import Piece
+from gymtask.trajectory import assemble, split_values, value_states
 from tests.tasks import collect
 from tests.unit.scripted_tasks import scripted, scripted_task
 
@@ -246,12 +247,11 @@ def counted_piece(env_id: int, first_step: int, length: int) -> Piece:
     """Observation k is 100 · env_id + first_step + k, and the action of a row its observation."""
     steps = 100 * env_id + first_step + np.arange(length + 1)
     flags = {("next", name): np.zeros(length, bool) for name in ("terminated", "truncated")}
-    return Piece(
+    return Piece.from_arrays(
         env_id=env_id,
         trajectory_id=env_id + 10,
         first_step=first_step,
         first_run_step=first_step + 50,
-        length=length,
         states={("observation",): steps.astype(np.float32)},
         rows={("action",): steps[:-1], ("next", "reward"): steps[1:].astype(np.float32), **flags},
         infos=[{"k": int(step)} for step in steps[:-1]],

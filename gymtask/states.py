@@ -1,0 +1,133 @@
+"""The states that a policy sees: arrays that are made once, and TensorDict views of their rows.
+
+A view of the first n rows is kept for each n, so a step builds none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import is_
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+from gymtask.spaces import nest_tensors
+from gymtask.tape import Key
+from gymtask.trajectory import STATE_KEYS
+from gymtask.workers.layout import Array, Space
+
+COUNTERS = ("step", "run_step", "trajectory_id", "env_id")
+
+
+@dataclass(frozen=True)
+class Column:
+    """What is kept for one key: its shape and dtype without the axis of rows."""
+
+    key: Key
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+
+class States:
+    """What the policy sees of up to `capacity` environments.
+
+    Attributes:
+        capacity: Rows of the arrays.
+        carry_columns: The keys of `get_initial_carry`.
+        arrays: The rows by key, [capacity, ...].
+        counters: Of these step, run_step, trajectory_id and env_id, int64 [4, capacity].
+        is_init: Of these is_init, bool [capacity].
+    """
+
+    def __init__(
+        self,
+        space: Space,
+        observation_columns: Sequence[Column],
+        carry_columns: Sequence[Column],
+        capacity: int,
+    ) -> None:
+        self.capacity = capacity
+        self.carry_columns = list(carry_columns)
+        self._space, self._observation_columns = space, observation_columns
+        self.arrays: dict[Key, Array] = {
+            column.key: np.zeros((capacity, *column.shape), column.dtype)
+            for column in [*observation_columns, *carry_columns]
+        }
+        self.counters: Array = np.zeros((len(COUNTERS), capacity), np.int64)
+        self.arrays |= {(name,): row for name, row in zip(COUNTERS, self.counters, strict=True)}
+        self.is_init = self.arrays["is_init",] = np.zeros(capacity, bool)
+        self._views: dict[int, _View] = {}
+
+    def view(self, n: int) -> TensorDict:
+        """The first n rows."""
+        view = self._views.get(n)
+        if view is None:
+            view = self._views[n] = _View(self._make_view(n))
+        return view.tensordict
+
+    def _make_view(self, n: int) -> TensorDict:
+        tensors = {key: torch.from_numpy(array[:n]) for key, array in self.arrays.items()}
+        observation = [tensors[column.key] for column in self._observation_columns]
+        view = TensorDict({"observation": nest_tensors(self._space, observation)}, batch_size=[n])
+        for column in self.carry_columns:
+            view[column.key] = tensors[column.key]
+        for name in STATE_KEYS:
+            view[name] = tensors[(name,)]
+        return view
+
+    def restore(self, n: int) -> None:
+        """Lets the next call see the n rows as they were, whatever a policy did to their view."""
+        if not self._views[n].restore():
+            del self._views[n]
+
+    def spoil(self, n: int) -> None:
+        """Fills the first n rows with nonsense, so that a reference to them shows at once."""
+        for array in self.arrays.values():
+            kind = array.dtype.kind
+            array[:n] = (
+                np.nan if kind == "f" else True if kind == "b" else np.iinfo(array.dtype).max
+            )
+
+
+class _View:
+    """A TensorDict, and what it held when it was made."""
+
+    def __init__(self, tensordict: TensorDict) -> None:
+        self.tensordict = tensordict
+        self._whole, *self._nested = _entries(tensordict)
+
+    def restore(self) -> bool:
+        """Removes what was added; False if something else was changed."""
+        entries, held = self._whole
+        # By identity: comparing tensors would compute something. What is added comes last.
+        same = all(map(is_, entries.values(), held.values())) and len(entries) >= len(held)
+        for nested, before in self._nested:
+            same &= len(nested) == len(before) and all(map(is_, nested.values(), before.values()))
+        if same and len(entries) > len(held):
+            for name in list(entries)[len(held) :]:
+                self.tensordict.del_(name)
+        return same
+
+
+def _entries(tensordict: TensorDict) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """The dicts that a TensorDict and all nested ones keep their entries in, each with a copy."""
+    live = entries_of(tensordict)
+    found = [(live, dict(live))]
+    for value in found[0][1].values():
+        if isinstance(value, TensorDict):
+            found += _entries(value)
+    return found
+
+
+def entries_of(tensordict: TensorDictBase) -> dict[str, Any]:
+    """The entries of a TensorDict by name, to be read only: its own dict where it has one.
+
+    Its methods take several times as long, which counts where a policy is called.
+    """
+    if type(tensordict) is TensorDict:
+        own: dict[str, Any] = tensordict._tensordict
+        return own
+    return dict(tensordict.items())

@@ -1,0 +1,1 @@
+"""Vector environments with Gymnasium's interface."""

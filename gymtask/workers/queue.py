@@ -1,0 +1,140 @@
+"""Who was sent an action, who is ready, and whose rows are given next.
+
+The life of one environment in a pool::
+
+    idle ──post──► pending (stepping ──► ready) ──take──► idle
+
+Environments that have finished a step stand in a queue in the order in which they did, and are
+given from its front. One that was given and stepped again stands behind all that were ready then:
+so none starves, however few are taken at a time and however quick the others are.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from gymtask.errors import CollectionInterrupted, NothingPendingError, PoolClosedError
+from gymtask.workers.layout import Array
+
+WAIT_SLICE = 0.2  # seconds between two looks at `interrupt` while nothing is ready
+
+
+class StepQueue(ABC):
+    """The per-step path of a pool, which the collector calls.
+
+    Attributes:
+        num_envs: N.
+        all_ids: int64 [N], 0 to N - 1; `take` gives this very array for all.
+        all_listed: The same as a list.
+        blocks: Which slice of the environments all_ids are, and the ids of each worker, by the
+            identity of the array.
+        interrupt: Asked while waiting; True ends the wait with
+            `gymtask.errors.CollectionInterrupted`.
+        num_posted: Steps asked for so far.
+        num_pending: Environments whose step was asked for and not taken.
+        closed: Whether the pool is closed.
+
+    Args:
+        groups: The environments of each worker, 0 to N - 1 in order.
+    """
+
+    def __init__(self, groups: Sequence[Sequence[int]]) -> None:
+        self.num_envs = sum(map(len, groups))
+        self.all_ids: Array = np.arange(self.num_envs)
+        self.all_ids.setflags(write=False)  # `take` gives it out
+        self.all_listed = list(range(self.num_envs))
+        arrays = [np.array(group, np.int64) for group in groups]
+        for array in arrays:
+            array.setflags(write=False)
+        # `take` gives these very arrays wherever it can; so they are known by their identity.
+        self.blocks = {id(array): slice(int(array[0]), int(array[-1]) + 1) for array in arrays}
+        self.blocks[id(self.all_ids)] = slice(None)
+        self._group_of = [array for array in arrays for _ in array]
+        self.interrupt: Callable[[], bool] | None = None
+        self.num_posted = 0
+        self.num_pending = 0
+        self.closed = False
+        self._pending: Array = np.zeros(self.num_envs, bool)
+        self._ready: list[int] = []
+
+    def post(self, env_ids: Array) -> None:
+        """Starts a step in `env_ids`, whose actions lie in the slots."""
+        if self.closed:
+            self._require_open()
+        if env_ids is not self.all_ids:
+            self._is_pending()[self.blocks.get(id(env_ids), env_ids)] = True
+        self.num_pending += len(env_ids)
+        self.num_posted += len(env_ids)
+        self._post(env_ids)
+
+    def take(self, min_envs: int, max_envs: int, timeout: float | None = None) -> Array:
+        """Waits as `recv` does, and gives the indices of the environments alone, increasing.
+
+        The rows lie in the slots.
+
+        Raises:
+            NothingPendingError: No environment was sent an action.
+            CollectionInterrupted: `interrupt` said so, and nobody finished for `WAIT_SLICE`
+                seconds. What is ready stays so.
+        """
+        if self.closed:
+            self._require_open()
+        if not self.num_pending:
+            raise NothingPendingError("cannot recv, as no action is pending; call send() first")
+        deadline = None if timeout is None else time.monotonic() + timeout
+        # Whoever has finished joins; with nobody ready there is nothing to give before somebody is.
+        num_ready = -1 if self._ready else 0
+        self._wait(WAIT_SLICE if num_ready == 0 else 0.0)
+        if len(self._ready) == self.num_envs <= max_envs:
+            self._ready, self.num_pending = [], 0
+            return self.all_ids
+        want = min(min_envs, self.num_pending)
+        while len(self._ready) < want:
+            if len(self._ready) == num_ready and self.interrupt is not None and self.interrupt():
+                raise CollectionInterrupted("asked to stop while waiting for environments")
+            patience = WAIT_SLICE
+            if deadline is not None and self._ready:
+                patience = min(patience, deadline - time.monotonic())
+                if patience <= 0:
+                    break
+            num_ready = len(self._ready)
+            self._wait(patience)
+        return self._pop(max_envs)
+
+    def _pop(self, max_envs: int) -> Array:
+        ready, self._ready = self._ready[:max_envs], self._ready[max_envs:]
+        ids: Array = self._group_of[ready[0]]
+        block: Any = self.blocks[id(ids)]
+        if ready != list(range(block.start, block.stop)):  # not just all of one worker
+            block = ids = np.array(sorted(ready), np.int64)
+        self._is_pending()[block] = False
+        self.num_pending -= len(ids)
+        return ids
+
+    def _is_pending(self) -> Array:
+        """Whose action is pending, bool [N]."""
+        if self.num_pending in (0, self.num_envs):  # no mask is kept while none is, or all are
+            self._pending[:] = self.num_pending > 0
+        return self._pending
+
+    @abstractmethod
+    def _post(self, env_ids: Array) -> None:
+        """Starts a step in these environments."""
+
+    @abstractmethod
+    def _wait(self, timeout: float) -> None:
+        """Waits up to `timeout` seconds for a worker; adds rows of all finished ones to `_ready`.
+
+        That the list is in the order in which they came is what first come, first served rests on.
+        """
+
+    def _require_open(self) -> None:
+        if self.closed:
+            raise PoolClosedError(
+                "cannot use the pool, as it is closed; make a new one with get_worker_pool()"
+            )

@@ -1,0 +1,156 @@
+"""Waiting for descriptors, and keeping workers on cores of their own."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+from gymtask.workers import spreading, waiting
+from gymtask.workers.given_actions import GivenActions
+from gymtask.workers.spreading import LOOK, LOOK_SELDOM, Spreader
+from gymtask.workers.waiting import SPIN, Waiter
+
+
+@pytest.fixture(params=[True, False], ids=["polls", "blocks"])
+def waiter(request: pytest.FixtureRequest) -> Iterator[Waiter]:
+    made = Waiter(request.param)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def event() -> Iterator[int]:
+    descriptor = os.eventfd(0)
+    yield descriptor
+    os.close(descriptor)
+
+
+class TestWaiter:
+    def test_tells_who_has_something_to_say(self, waiter: Waiter, event: int) -> None:
+        waiter.watch(event)
+        assert waiter.poll(0.0) == []
+        os.eventfd_write(event, 1)
+        assert [descriptor for descriptor, _ in waiter.poll()] == [event]
+        assert waiter.poll(0.0) != []
+        os.eventfd_read(event)
+        assert waiter.poll(0.0) == []
+        os.eventfd_write(event, 1)
+        waiter.ignore(event)
+        assert waiter.poll(0.0) == []
+
+    def test_tells_of_each_write_once(self, waiter: Waiter, event: int) -> None:
+        waiter.watch(event, once_a_write=True)
+        for _ in range(3):
+            os.eventfd_write(event, 1)
+            assert len(waiter.poll()) == 1
+            assert waiter.poll(0.0) == []
+
+    @pytest.mark.parametrize("seconds", [SPIN / 4, 0.05])
+    def test_waits_as_long_as_it_is_told(self, waiter: Waiter, event: int, seconds: float) -> None:
+        waiter.watch(event)
+        started = time.monotonic()
+        assert waiter.poll(seconds) == []
+        assert time.monotonic() - started >= seconds / 2
+        timer = threading.Timer(seconds, os.eventfd_write, (event, 1))
+        timer.start()
+        assert waiter.poll()
+        timer.join()
+
+    def test_stops_polling_when_waits_are_long_and_begins_again(
+        self, event: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        pauses = []
+        monkeypatch.setattr(waiting, "num_cores", lambda: 2)
+        monkeypatch.setattr(os, "sched_yield", lambda: pauses.append(1))
+        waiter = Waiter()
+        waiter.watch(event)
+        for _ in range(8):
+            waiter.poll(2 * waiting.LONGEST)
+        pauses.clear()
+        waiter.poll(2 * SPIN)
+        assert not pauses
+        for _ in range(100):
+            threading.Timer(SPIN / 10, os.eventfd_write, (event, 1)).start()
+            waiter.poll()
+            os.eventfd_read(event)
+            if pauses:
+                break
+        assert pauses
+        waiter.close()
+
+    def test_never_polls_with_one_core(self, event: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(waiting, "num_cores", lambda: 1)
+        monkeypatch.setattr(os, "sched_yield", pytest.fail)
+        waiter = Waiter()
+        waiter.watch(event)
+        assert waiter.poll(SPIN) == []
+        waiter.close()
+
+
+class TestSpreader:
+    @pytest.fixture
+    def moved(self, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, set[int]]]:
+        """What affinities were set, on a machine with four cores."""
+        calls: list[tuple[int, set[int]]] = []
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3})
+        monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: calls.append((pid, cores)))
+        monkeypatch.setattr(spreading, "make_getcpu", lambda: lambda: 3)
+        return calls
+
+    def test_moves_who_shares_a_core_and_binds_nobody(
+        self, moved: list[tuple[int, set[int]]]
+    ) -> None:
+        Spreader(may_spin=True).look([(10, 0), (11, 0), (12, 1)])
+        assert moved == [(11, {2}), (11, {0, 1, 2, 3})]
+
+    def test_counts_the_waiting_process_where_that_polls_too(
+        self, moved: list[tuple[int, set[int]]]
+    ) -> None:
+        Spreader(may_spin=False).look([(10, 3)])
+        assert not moved
+        Spreader(may_spin=True).look([(10, 3)])
+        assert [pid for pid, _ in moved] == [10, 10]
+
+    def test_looks_less_often_where_it_does_not_last(
+        self, moved: list[tuple[int, set[int]]]
+    ) -> None:
+        spreader = Spreader(may_spin=False)
+        assert not spreader.count(LOOK - 1)
+        assert spreader.count(1)
+        for _ in range(20):
+            spreader.look([(10, 0), (11, 0)])
+        assert not spreader.count(LOOK_SELDOM - 1)
+        spreader.look([(10, 0), (11, 1)])
+        assert spreader.count(LOOK)
+
+
+class TestGivenActions:
+    def test_keep_the_dtype_in_which_they_were_given(self) -> None:
+        space = spaces.Dict({"a": spaces.Box(-1, 1, (2,)), "b": spaces.Discrete(3)})
+        memory = memoryview(bytearray(GivenActions.nbytes(space, 2)))
+        ours, theirs = (GivenActions(space, 2, memory) for _ in range(2))
+        for dtype in (np.float64, np.float32, np.float16):
+            given = np.array([[0.1, 0.2], [0.3, 0.4]], dtype)
+            assert ours.write({"a": given, "b": [1, 2]})
+            for index in range(2):
+                read = theirs.reader()(index)
+                assert read["a"].dtype == dtype
+                assert np.array_equal(read["a"], given[index])
+                assert read["b"] == index + 1
+
+    @pytest.mark.parametrize(
+        "actions", [3, "ab", [1], [1, 2, 3], [[1], [2]], [None, None], ["a", "b"], [1, [2]]]
+    )
+    def test_refuse_what_is_no_batch_of_numbers(self, actions: object) -> None:
+        space = spaces.Discrete(5)
+        memory = memoryview(bytearray(GivenActions.nbytes(space, 2)))
+        given = GivenActions(space, 2, memory)
+        assert not given.write(actions)
+        assert given.write([3, 4])
+        assert given.reader()(1) == 4
