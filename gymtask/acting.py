@@ -53,6 +53,7 @@ class Actor:
         carry_columns: The keys of `get_initial_carry`.
         initial_carry: For each of them the value at an episode's start.
         states: What the policy sees.
+        debug: Whether GYMTASK_DEBUG=1 is set.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class Actor:
         """
         self._model, self._optimal = model, optimal
         self._device = device_of(model)
-        self._debug = os.environ.get("GYMTASK_DEBUG", "0") not in ("", "0")
+        self.debug = os.environ.get("GYMTASK_DEBUG", "0") not in ("", "0")
         self._read_carry()
         if self.carry_columns != self.states.carry_columns:
             columns = self.observation_columns
@@ -129,8 +130,10 @@ class Actor:
             HookError: Something else in what it returned breaks its contract.
         """
         n = len(env_ids)
-        base = self.states.view(n)
-        states: TensorDictBase = base if self._device is None else base.to(self._device)
+        view = self.states.view(n)
+        states: TensorDictBase = view.tensordict
+        if self._device is not None:
+            states = states.to(self._device)
         run_steps = self.states.counters[1, :n]
         self.noise.begin(states, env_ids, run_steps, even_run_step, block)
         gradients = torch.is_grad_enabled()
@@ -143,17 +146,16 @@ class Actor:
         finally:
             torch._C._set_grad_enabled(gradients)
             self.noise.end()
-            self.states.restore(n)
+            view.restore()
         return answer
 
     def release(self, num_rows: int) -> None:
-        """Called when an answer is stored.
+        """Called when an answer is stored, if `debug` is set.
 
-        With GYMTASK_DEBUG=1 it fills the states with nonsense, so that a
-        reference that the policy kept by mistake shows at once.
+        It fills the states with nonsense, so that a reference that the policy kept by mistake shows
+        at once.
         """
-        if self._debug:
-            self.states.spoil(num_rows)
+        self.states.spoil(num_rows)
 
     def _read_answer(self, returned: Any, states: TensorDictBase, n: int) -> Answer:
         kind = type(returned)

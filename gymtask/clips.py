@@ -151,7 +151,8 @@ class Clip:
         actions = dict(zip(self._action_keys, answer.actions, strict=True))
         self._keep({key: rows[0].copy() for key, rows in {**actions, **answer.extras}.items()})
         carry.update({key: rows[0].copy() for key, rows in answer.carries.items()})
-        self._actor.release(1)
+        if self._actor.debug:
+            self._actor.release(1)
         tensors = [torch.from_numpy(np.array(self._rows[key][-1])) for key in self._action_keys]
         nested = nest_tensors(self.environment.action_space, tensors)
         return TensorDict(nested, batch_size=[]) if isinstance(nested, dict) else nested

@@ -162,7 +162,8 @@ class Collection:
         rollout.add_answer(env_ids, answer)
         for target, values in zip(pool.slots.action, answer.decoded, strict=True):
             target[block] = values
-        actor.release(len(env_ids))  # only now: the answer may share memory with the states
+        if actor.debug:  # only now: the answer may share memory with the states
+            actor.release(len(env_ids))
         pool.post(env_ids)
         rollout.num_posted = pool.num_posted
 
@@ -188,11 +189,11 @@ class Collection:
         ready, shortest = self.rollout.done_pieces, self._options.min_trajectory_length
         while True:
             while not ready:
-                posted = self._pool.num_posted
+                before = self._pool.num_posted
                 if not self.turn():
                     return None
                 if self._bar is not None:
-                    self._bar.update(self._pool.num_posted - posted)
+                    self._bar.update(self._pool.num_posted - before)
             if self._pool.steps_together and not self._divide(ready):
                 continue
             if ready[0].length >= shortest:
@@ -202,7 +203,8 @@ class Collection:
     def _divide(self, ready: deque[Piece]) -> bool:
         """Leaves of the first piece what this call hands out; False if that is nothing."""
         piece = ready.popleft()
-        share = self._plan.share_of(piece.env_id, piece.length)
+        share = self._plan.share_of(piece.env_id, piece.length, piece.first_step)
+        self._pool.num_handed_out += share
         if share == piece.length:
             ready.appendleft(piece)
         elif share:

@@ -32,8 +32,14 @@ class Plan(ABC):
             began: int64 [n], whose step only began an episode and is no row; None for nobody.
         """
 
-    def share_of(self, env_id: int, rows: int) -> int:
-        """How many of the next rows of an environment this call hands out, counting them so."""
+    def share_of(self, env_id: int, rows: int, first_step: int) -> int:
+        """How many rows of a piece this call hands out, counting them so.
+
+        Args:
+            env_id: Whose piece it is; asked for the pieces of an environment in order of time.
+            rows: Its length.
+            first_step: The step of the episode at which it begins.
+        """
         return rows
 
     @abstractmethod

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from gymtask.acting import Actor, Answer
+from gymtask.cursors import Cursors
 from gymtask.errors import HookError
 from gymtask.replay import EpisodeRecord
 from gymtask.states import Column, States
@@ -53,10 +54,7 @@ class Rollout:
         pool.run_step = run_step  # the pool's own counter lives on in this array
         self._trajectory_id[:] = pool.all_ids + n * pool.episode
         self.start: Array = np.zeros(n, np.int64)
-        # By the identity of the ids, as in pool.blocks: the cursor of all these environments, and
-        # how far the steps of the run are ahead of it; -1 and None where they differ.
-        self._even = dict.fromkeys(pool.blocks, -1)
-        self._ahead: dict[int, int | None] = dict.fromkeys(pool.blocks)
+        self._at = Cursors(self.cursor, pool.all_ids, pool.blocks)
         self.returns: Array = np.zeros(n, np.float64)
         self.done_pieces: deque[Piece] = deque()
         self.episodes: list[EpisodeRecord] = []
@@ -165,13 +163,8 @@ class Rollout:
         self._reward_table, self._flags_table = new.rows[REWARD], _pairs(new.rows[FLAGS])
         self._action_tables = [new.rows[key] for key in self._action_keys]
         self._observation_tables = [new.states[key] for key in self._observation_keys]
-        self.cursor[:] = longest
+        self._at.set_all(longest, self._pool.run_step)
         self.start[:] = [longest - length for length in lengths]
-        self._highest = longest
-        for key, block in self._pool.blocks.items():
-            ahead = self._pool.run_step[block] - longest
-            self._even[key] = longest
-            self._ahead[key] = int(ahead[0]) if (ahead == ahead[0]).all() else None
 
     def _begin_column(self, row: Array, column: Column) -> None:
         """Where the environments stand, for a state that was not kept until now."""
@@ -190,33 +183,28 @@ class Rollout:
     # ---- rows ------------------------------------------------------------------------------------
 
     def even_run_step(self, env_ids: Array) -> int:
-        """The step of the run at which all of a block stand, -1 where there is no such number."""
-        ahead = self._ahead.get(id(env_ids))
-        return (
-            -1 if ahead is None or self._even[id(env_ids)] < 0 else self._even[id(env_ids)] + ahead
-        )
-
-    def _place(self, env_ids: Array) -> Any:
-        """Where they stand: an index into tables [capacity, N, ...].
-
-        A row and the columns of a block if all of it stand at the same; else rows and columns [n].
-        """
-        even = self._even.get(id(env_ids), -1)
-        if even >= 0:
-            return even, self._pool.blocks[id(env_ids)]
-        return self.cursor[env_ids], env_ids
+        """The step of the run at which all of a block stand, -1 where there is none."""
+        return self._at.run_step_of(env_ids)
 
     def write_states(self, env_ids: Array, states: States) -> None:
         """Copies where `env_ids` stand into the first n rows of `states`."""
         # One row more than the cursor must be there: the state that the next row leads to.
-        if self._highest + 2 > self._tape.capacity:
-            self._highest = int(self.cursor.max())
-            if self._highest + 2 > self._tape.capacity:
+        at = self._at
+        if at.highest + 2 > self._tape.capacity:
+            at.tighten()
+            if at.highest + 2 > self._tape.capacity:
                 self._rewind(2 * self._tape.capacity, fresh=True)
-        place, n, arrays = self._place(env_ids), len(env_ids), states.arrays
+        arrays = states.arrays
+        # Step, run_step, trajectory_id and env_id; the cursor is not the policy's business.
+        if env_ids is self._pool.all_ids and at.common >= 0:  # as below, for less
+            for key, table in self._tape.states.items():
+                arrays[key][...] = table[at.common]
+            states.counters[...] = self._counters[1:]
+            np.equal(self.step, 0, out=states.is_init)
+            return
+        place, n = at.place(env_ids), len(env_ids)
         for key, table in self._tape.states.items():
             arrays[key][:n] = table[place]
-        # Step, run_step, trajectory_id and env_id; the cursor is not the policy's business.
         states.counters[:, :n] = self._counters[1:, place[1]]
         np.equal(states.counters[0, :n], 0, out=states.is_init[:n])
 
@@ -227,7 +215,7 @@ class Rollout:
         """
         if answer.extras or self._extras:
             self._check_extras(answer.extras)
-        place = self._place(env_ids)
+        place = self._at.place(env_ids)
         for table, values in zip(self._action_tables, answer.actions, strict=True):
             table[place] = values
         for key, values in answer.extras.items():
@@ -259,17 +247,18 @@ class Rollout:
 
         Those whose episode ended leave a piece, and stand at the beginning of their next episode.
         """
-        slots, place = self._pool.slots, self._place(env_ids)
-        row, columns = place
-        self._reward_table[place] = slots.reward[columns]
-        self._flags_table[place] = self._slot_flags[columns]
-        after = row + 1, columns
-        for table, leaf in zip(self._observation_tables, slots.observation, strict=True):
-            table[after] = leaf[columns]
-        self._advancing[:, columns] += 1
-        self.returns[columns] += slots.reward[columns]
-        self._highest += 1
-        self._set_even(env_ids, after[0])
+        slots, at, flags = self._pool.slots, self._at, self._pool.slots.flags
+        if env_ids is self._pool.all_ids and at.common >= 0:  # as `_add_some` does, for less
+            row = at.common
+            self._reward_table[row] = slots.reward
+            self._flags_table[row] = self._slot_flags
+            at.common = at.highest = row = row + 1
+            for table, leaf in zip(self._observation_tables, slots.observation, strict=True):
+                table[row] = leaf
+            self._advancing += 1
+            self.returns += slots.reward
+        else:
+            flags = flags[self._add_some(env_ids)]
         if self._pool.began is not None:
             self._skip(self._pool.began)
         if self._info_keys:
@@ -277,27 +266,25 @@ class Rollout:
             for index in env_ids.tolist():
                 if index not in began:
                     self._infos[index].append(slots.infos[index])
-        raised = slots.flags[columns].tobytes()  # two bytes a row; looked through faster than numpy
-        at = raised.find(1)
-        while at >= 0:
-            place_in_ids = at // 2
-            flags = bool(raised[2 * place_in_ids]), bool(raised[2 * place_in_ids + 1])
-            self._end_episode(int(env_ids[place_in_ids]), *flags)
-            at = raised.find(1, 2 * place_in_ids + 2)
+        raised = flags.tobytes()  # two bytes a row; looked through faster than by numpy
+        found = raised.find(1)
+        while found >= 0:
+            number = found // 2
+            terminated, truncated = raised[2 * number : 2 * number + 2]
+            self._end_episode(int(env_ids[number]), bool(terminated), bool(truncated))
+            found = raised.find(1, 2 * number + 2)
 
-    def _set_even(self, env_ids: Array, row: Any) -> None:
-        """Notes that `env_ids` have come to this row, or rows [n]."""
-        even, whole = self._even, id(self._pool.all_ids)
-        if type(row) is not int:
-            for key in even:
-                even[key] = -1
-        elif env_ids is self._pool.all_ids:
-            for key in even:
-                even[key] = row
-        else:
-            even[id(env_ids)] = even[whole] = row
-            if any(other != row for other in even.values()):
-                even[whole] = -1
+    def _add_some(self, env_ids: Array) -> Any:
+        """Completes the rows of some; gives which they are, as an index into arrays [N, ...]."""
+        slots, (row, columns) = self._pool.slots, self._at.place(env_ids)
+        self._reward_table[row, columns] = slots.reward[columns]
+        self._flags_table[row, columns] = self._slot_flags[columns]
+        for table, leaf in zip(self._observation_tables, slots.observation, strict=True):
+            table[row + 1, columns] = leaf[columns]
+        self._advancing[:, columns] += 1
+        self.returns[columns] += slots.reward[columns]
+        self._at.moved(env_ids, row + 1)
+        return columns
 
     def _skip(self, began: Array) -> None:
         """Leaves the rows of the step just taken out of the pieces of `began`, int64 [n]."""
@@ -306,7 +293,7 @@ class Rollout:
         self.start[began] = self.cursor[began]
         for key, value in self._initial_carry.items():
             self._tape.states[key][self.cursor[began], began] = value
-        self._ahead = dict.fromkeys(self._ahead)
+        self._at.forget_run_steps()
 
     def _end_episode(self, index: int, terminated: bool, truncated: bool) -> None:
         final: dict[Key, Array] = {}

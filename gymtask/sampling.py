@@ -204,17 +204,17 @@ class NoiseStreams:
 
     def draw(self, kind: str, size: tuple[int, ...], states: TensorDictBase) -> Tensor:
         """Noise float32 [n, *size] for the rows of `states`, to be read only."""
-        block = self._block((self._num_draws, kind, *size))
-        self._num_draws += 1
         env_ids, run_steps, even = self._env_ids, self._run_steps, self._even_run_step
         if states is not self._states:  # some of the rows, or a copy of them
             env_ids, run_steps = states["env_id"].cpu().numpy(), states["run_step"].cpu().numpy()
             even = -1
+        block = self._block((self._num_draws, kind, *size))
+        self._num_draws += 1
         # Step r of the run lies in block r // BLOCK of the environment's stream, at place r %
         # BLOCK.
         if even >= 0 and even // BLOCK == block.common_number:
             row = block.rows[even % BLOCK]
-            return row if len(row) == len(env_ids) else row[self._even_block]
+            return row if self._even_block.stop is None else row[self._even_block]
         place = run_steps % BLOCK
         if env_ids is not block.sure_of or self._num_calls > block.sure_until:
             self._fill_stale(block, kind, size, env_ids, run_steps)
@@ -269,16 +269,17 @@ _local = _Local()
 
 def _noise(kind: str, like: Tensor, states: TensorDictBase) -> Tensor:
     """Noise of the shape, dtype and device of `like` [n, ...]."""
-    if len(states) != len(like):
-        raise ConfigurationError(
-            f"`states` must have one row for each of the {like.shape[0]} rows to draw, got batch"
-            f" size {tuple(states.batch_size)}"
-        )
     if not like.is_floating_point():
         raise ConfigurationError(f"logits and means must be floats, got {like.dtype}")
+    num_rows, *size = like.shape
+    if num_rows != states.batch_size[0]:
+        raise ConfigurationError(
+            f"`states` must have one row for each of the {num_rows} rows to draw, got batch size"
+            f" {tuple(states.batch_size)}"
+        )
     streams = _local.streams
     if streams is not None:
-        noise = streams.draw(kind, tuple(like.shape[1:]), states)
+        noise = streams.draw(kind, tuple(size), states)
         return noise if like.is_cpu and like.dtype is torch.float32 else noise.to(like)
     if kind == "gumbel":
         return -torch.empty_like(like).exponential_().clamp_(min=_TINY).log_()

@@ -59,14 +59,14 @@ class States:
         self.counters: Array = np.zeros((len(COUNTERS), capacity), np.int64)
         self.arrays |= {(name,): row for name, row in zip(COUNTERS, self.counters, strict=True)}
         self.is_init = self.arrays["is_init",] = np.zeros(capacity, bool)
-        self._views: dict[int, _View] = {}
+        self._views: dict[int, StatesView] = {}
 
-    def view(self, n: int) -> TensorDict:
+    def view(self, n: int) -> StatesView:
         """The first n rows."""
         view = self._views.get(n)
-        if view is None:
-            view = self._views[n] = _View(self._make_view(n))
-        return view.tensordict
+        if view is None or view.is_spoilt:
+            view = self._views[n] = StatesView(self._make_view(n))
+        return view
 
     def _make_view(self, n: int) -> TensorDict:
         tensors = {key: torch.from_numpy(array[:n]) for key, array in self.arrays.items()}
@@ -78,11 +78,6 @@ class States:
             view[name] = tensors[(name,)]
         return view
 
-    def restore(self, n: int) -> None:
-        """Lets the next call see the n rows as they were, whatever a policy did to their view."""
-        if not self._views[n].restore():
-            del self._views[n]
-
     def spoil(self, n: int) -> None:
         """Fills the first n rows with nonsense, so that a reference to them shows at once."""
         for array in self.arrays.values():
@@ -92,24 +87,30 @@ class States:
             )
 
 
-class _View:
-    """A TensorDict, and what it held when it was made."""
+class StatesView:
+    """A TensorDict of states, and what it held when it was made.
+
+    Attributes:
+        tensordict: What the policy is given.
+        is_spoilt: Whether something that it held was changed, so that a new one must be made.
+    """
 
     def __init__(self, tensordict: TensorDict) -> None:
         self.tensordict = tensordict
+        self.is_spoilt = False
         self._whole, *self._nested = _entries(tensordict)
 
-    def restore(self) -> bool:
-        """Removes what was added; False if something else was changed."""
+    def restore(self) -> None:
+        """Lets the next call see the states as they were: removes what a policy put in."""
         entries, held = self._whole
         # By identity: comparing tensors would compute something. What is added comes last.
-        same = all(map(is_, entries.values(), held.values())) and len(entries) >= len(held)
+        same = len(entries) >= len(held) and all(map(is_, entries.values(), held.values()))
         for nested, before in self._nested:
             same &= len(nested) == len(before) and all(map(is_, nested.values(), before.values()))
+        self.is_spoilt = not same
         if same and len(entries) > len(held):
             for name in list(entries)[len(held) :]:
                 self.tensordict.del_(name)
-        return same
 
 
 def _entries(tensordict: TensorDict) -> list[tuple[dict[str, Any], dict[str, Any]]]:

@@ -52,6 +52,7 @@ class RowsTogether(Together):
         self._given = np.zeros_like(self._shares)
         self._handed = np.zeros_like(self._shares)
         self._whole_episodes = whole_episodes
+        self._put_off: set[int] = set()  # of whom the next call hands out rows
         # Whose open episode was begun while rows were owed.
         self._owes_episode: Array = np.ones(num_envs, bool)
 
@@ -81,12 +82,16 @@ class RowsTogether(Together):
         self._given[self._group[env_id]] += rows
 
     @override
-    def share_of(self, env_id: int, rows: int) -> int:
+    def share_of(self, env_id: int, rows: int, first_step: int) -> int:
         group = self._group[env_id]
         left = int(self._shares[group] - self._handed[group])
         count = min(rows, max(0, left))
-        if self._whole_episodes and left > 0:
-            count = rows
+        if self._whole_episodes:
+            # An episode that was open when the call began is finished, whatever the share.
+            goes_on = first_step > 0 and env_id not in self._put_off
+            count = rows if left > 0 or goes_on else 0
+        if count < rows:
+            self._put_off.add(env_id)
         self._handed[group] += count
         return count
 

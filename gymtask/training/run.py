@@ -176,7 +176,7 @@ class Run:
 
     def _count(self) -> None:
         """Brings samples and time up to now."""
-        num_samples = self._num_samples_before + self._pool.num_posted
+        num_samples = self._num_samples_before + self._pool.num_samples
         self.state.num_epoch_samples += num_samples - self.state.num_samples
         self.state.num_samples = num_samples
         self.state.elapsed_time = time.monotonic() - self._began

@@ -119,7 +119,7 @@ class CrewVectorEnv(AsyncVectorEnv[Any, Any]):
         deadline = None if timeout is None else time.monotonic() + timeout
         while crew.is_stepping:
             remaining = -1.0 if deadline is None else max(deadline - time.monotonic(), 0.0)
-            events = crew.poll(remaining)
+            events = crew.poll(remaining, for_all=True)
             if not events and remaining == 0.0:
                 return False
             try:

@@ -31,10 +31,11 @@ from gymtask.workers.handle import (
     left_over,
 )
 from gymtask.workers.launch import server
-from gymtask.workers.spreading import Spreader, make_getcpu
+from gymtask.workers.spreading import Spreader
 from gymtask.workers.waiting import Events, Waiter, num_cores
 from gymtask.workers.worker_main import STEP_ALL, STEP_SOME, Control, unpack_exception
 
+LOOK_AROUND = 0.2  # seconds of waiting for one worker, until the others are looked at
 CLOSE = pickle.dumps(("close", {}, {}))
 
 
@@ -74,14 +75,14 @@ class Crew:
             raise
         self._control = Control(whole[:start], self.num_workers)
         self.memory = whole[start:]
-        spread = self.num_workers <= num_cores()
-        self._waiter = Waiter(spread)
-        self._spreader = Spreader(self.num_workers < num_cores()) if spread else None
-        self._getcpu = make_getcpu()
+        # With a worker on every core this process must not poll, as workers do: the last of them to
+        # finish wakes it, on a core that is awake.
+        may_spin = self.num_workers < num_cores()
+        self._waiter = Waiter(may_spin)
+        self._spreader = Spreader(may_spin) if self.num_workers <= num_cores() else None
         self._sources: dict[int, tuple[Handle, str]] = {}
         self._answers: dict[int, Any] = {}
         self._dismissed: set[int] = set()
-        self._unsure = self._counting = False
 
     def start(self, recipes: Sequence[bytes], daemon: Sequence[bool]) -> None:
         """Starts the workers and waits until they have made their environments.
@@ -117,7 +118,7 @@ class Crew:
         }
         for descriptor, kind in sources.items():
             self._sources[descriptor] = (handle, kind)
-            self._waiter.watch(descriptor, once_a_write=kind == "done")
+            self._waiter.watch(descriptor)
 
     # ---- steps -----------------------------------------------------------------------------------
 
@@ -129,7 +130,6 @@ class Crew:
         """
         handle.running, handle.queued = handle.queued, []
         handle.starts += 1
-        self._control.caller[0] = self._getcpu()
         if len(handle.running) == len(handle.env_ids):
             os.eventfd_write(handle.go, STEP_ALL)
             return
@@ -138,21 +138,29 @@ class Crew:
             requested[index] = True
         os.eventfd_write(handle.go, STEP_SOME)
 
-    def poll(self, timeout: float) -> Events:
-        """Waits up to `timeout` seconds for something that `accept` is to see at once.
+    def poll(self, timeout: float, *, for_all: bool = False) -> Events:
+        """Waits up to `timeout` seconds for something that `accept` is to see.
 
         An exception such as Ctrl-C leaves all as it was.
+
+        Args:
+            timeout: Seconds after which there may be nothing; negative waits for ever, or with
+                `for_all` for a while.
+            for_all: Whether to wait until all that are stepping have something to say. Then one is
+                waited for after the other, as nothing is gained by being woken for the first: where
+                every core has a worker, it would only take one from a worker that is not done yet.
         """
-        # What is reported once is lost if an exception comes before it is accepted. Whoever was
-        # stepping then is looked at again, and from then on nobody is believed without counting.
+        if not for_all or self._waiter.may_spin:
+            return self._waiter.poll(timeout)
+        deadline = time.monotonic() + (timeout if timeout >= 0.0 else LOOK_AROUND)
         events: Events = []
-        if self._unsure:
-            self._counting = True
-            events = [(handle.done, 0) for handle in self.handles if handle.running]
-        self._unsure = True
-        here = self._getcpu()
-        alone = all(handle.core[0] != here for handle in self.handles if handle.running)
-        return events + self._waiter.poll(0.0 if events else timeout, may_spin=alone)
+        for handle in self.handles:
+            if handle.running:
+                found = handle.wait(max(0.0, deadline - time.monotonic()))
+                if not found:  # others may have something to say, if only that they have died
+                    return self._waiter.poll(0.0)
+                events += found
+        return events
 
     def accept(self, events: Events) -> list[tuple[list[int], Any]]:
         """The environments that have finished a step, in order of arrival.
@@ -173,13 +181,12 @@ class Crew:
                 handle.ends += 1
             elif kind == "death":
                 raise self._death(handle)
-            elif self._counting and not has_finished(handle):
+            elif not has_finished(handle):
                 continue
             finished.append((handle.running, news))
             handle.running = []
             if handle.queued:
                 self.step(handle)
-        self._unsure = False
         if self._spreader is not None and self._spreader.count(len(finished)):
             self._spreader.look(
                 [(handle.process.pid or 0, handle.core[0]) for handle in self.handles]

@@ -14,7 +14,7 @@ from typing import Any
 
 from gymtask.errors import WorkerTraceback
 from gymtask.workers.launch import ONE_THREAD, WorkerProcess
-from gymtask.workers.waiting import num_cores
+from gymtask.workers.waiting import Events, num_cores
 from gymtask.workers.worker_main import (
     COMMAND,
     Control,
@@ -75,6 +75,7 @@ class Handle:
         self.core[0] = -1
         self.go, self.done = os.eventfd(0), os.eventfd(0)
         self.pipe, self._theirs = Pipe()
+        self._poll: Any = None
 
     def start(
         self, recipe: bytes, num_workers: int, num_envs: int, memory: int, daemon: bool
@@ -103,6 +104,15 @@ class Handle:
         finally:
             self._theirs.close()
 
+    def wait(self, timeout: float) -> Events:
+        """What this worker has to say, within so many seconds."""
+        if self._poll is None:
+            self._poll = select.poll()
+            for source in (self.done, self.pipe.fileno(), self.process.sentinel):
+                self._poll.register(source, select.POLLIN)
+        events: Events = self._poll.poll(timeout * 1000)
+        return events
+
     def command(self, message: bytes) -> None:
         """Asks the worker to run a method; its answer comes over the pipe."""
         # First the wake-up: a message that does not fit into the pipe must find somebody reading.
@@ -129,9 +139,8 @@ class Handle:
 
 
 def has_finished(handle: Handle) -> bool:
-    """Whether it has finished as often as it was told to step."""
-    if select.select([handle.done], [], [], 0)[0]:
-        handle.ends += os.eventfd_read(handle.done)
+    """Whether it has finished as often as it was told to step; its eventfd can be read."""
+    handle.ends += os.eventfd_read(handle.done)
     return bool(handle.running) and handle.ends == handle.starts
 
 

@@ -81,12 +81,18 @@ class NativePool(WorkerPool):
     def take(self, min_envs: int, max_envs: int, timeout: float | None = None) -> Array:
         """Steps all environments, and gives all of them.
 
-        Those of which `began` says so were only reset: their rows are no transitions.
+        Those of which `began` says so were only reset: their rows are no transitions. Where some
+        have no action, as the policy failed for them, nobody is stepped or given, and the actions
+        of the others are forgotten.
         """
         if self.closed:
             self._require_open()
-        if self.num_pending < self.num_envs:
+        if not self.num_pending:
             self._raise_stuck()
+        if self.num_pending < self.num_envs:
+            self._posted[:] = False
+            self.num_pending, self.began = 0, None
+            return _NOBODY
         self.began = self._held if len(self._held) else None
         self._posted[:] = False
         self.num_pending = 0
@@ -255,7 +261,7 @@ class NativePool(WorkerPool):
     # ---- everything else -------------------------------------------------------------------------
 
     @override
-    def _wait(self, timeout: float) -> None:
+    def _wait(self, timeout: float, for_all: bool = False) -> None:
         """Nothing finishes by itself here."""
 
     @override

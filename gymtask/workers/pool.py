@@ -64,6 +64,7 @@ class WorkerPool(StepQueue):
         noise_key: (seed, purpose, count) of the action noise.
         cursor: The environment whose turn it is to give a row more than others.
         steps_together: Whether a step is one of all environments.
+        num_handed_out: Rows that the collector handed out, if so.
         began: Of the environments that `take` gave, those whose step was no transition but began an
             episode, int64 [n]; None where there are none.
     """
@@ -86,6 +87,7 @@ class WorkerPool(StepQueue):
         self.noise_key = (self.seed, "noise", 0)
         self.cursor = 0
         self.began: Array | None = None
+        self.num_handed_out = 0
         self.was_reset = False
 
     @staticmethod
@@ -236,6 +238,14 @@ class WorkerPool(StepQueue):
             self.closed = True
             self.memory = None  # it refers to the pool, which would keep both until some collection
             self._close(self.cleanup_time if timeout is None else timeout)
+
+    @property
+    def num_samples(self) -> int:
+        """Transitions so far: all that were asked for, or with `steps_together`, handed out.
+
+        There some steps are ahead of what was asked for, and some only begin an episode.
+        """
+        return self.num_handed_out if self.steps_together else self.num_posted
 
     def __enter__(self) -> Self:
         return self

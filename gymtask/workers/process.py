@@ -83,8 +83,8 @@ class ProcessPool(WorkerPool):
             handle.queued.append(index)
         return asked
 
-    def _wait(self, timeout: float) -> None:
-        events = self._crew.poll(timeout)  # Ctrl-C here leaves all as it was
+    def _wait(self, timeout: float, for_all: bool = False) -> None:
+        events = self._crew.poll(timeout, for_all=for_all)  # Ctrl-C here leaves all as it was
         try:
             for env_ids, infos in self._crew.accept(events):
                 self._ready += env_ids

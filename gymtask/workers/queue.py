@@ -89,7 +89,7 @@ class StepQueue(ABC):
         deadline = None if timeout is None else time.monotonic() + timeout
         # Whoever has finished joins; with nobody ready there is nothing to give before somebody is.
         num_ready = -1 if self._ready else 0
-        self._wait(WAIT_SLICE if num_ready == 0 else 0.0)
+        self._wait(WAIT_SLICE if num_ready == 0 else 0.0, min_envs >= self.num_pending)
         if len(self._ready) == self.num_envs <= max_envs:
             self._ready, self.num_pending = [], 0
             return self.all_ids
@@ -103,7 +103,7 @@ class StepQueue(ABC):
                 if patience <= 0:
                     break
             num_ready = len(self._ready)
-            self._wait(patience)
+            self._wait(patience, want == self.num_pending)
         return self._pop(max_envs)
 
     def _pop(self, max_envs: int) -> Array:
@@ -127,8 +127,10 @@ class StepQueue(ABC):
         """Starts a step in these environments."""
 
     @abstractmethod
-    def _wait(self, timeout: float) -> None:
+    def _wait(self, timeout: float, for_all: bool = False) -> None:
         """Waits up to `timeout` seconds for a worker; adds rows of all finished ones to `_ready`.
+
+        With `for_all` it may wait until all that are pending have finished.
 
         That the list is in the order in which they came is what first come, first served rests on.
         """

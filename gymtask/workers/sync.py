@@ -35,7 +35,7 @@ class SyncPool(WorkerPool):
     def _post(self, env_ids: Array) -> None:
         self._posted += self.all_listed if env_ids is self.all_ids else env_ids.tolist()
 
-    def _wait(self, timeout: float) -> None:
+    def _wait(self, timeout: float, for_all: bool = False) -> None:
         if timeout <= 0.0:
             return  # nothing finishes by itself here: steps are made when somebody waits for them
         posted, self._posted = self._posted, []

@@ -102,7 +102,7 @@ class ThreadPool(WorkerPool):
         for worker, ids in split_by_owner(env_ids, self._owner, len(self._threads)):
             self._threads[worker].jobs.put(partial(_step_all, env_ids=ids))
 
-    def _wait(self, timeout: float) -> None:
+    def _wait(self, timeout: float, for_all: bool = False) -> None:
         try:
             result = (
                 self._results.get(timeout=timeout) if timeout > 0 else self._results.get_nowait()

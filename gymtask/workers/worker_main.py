@@ -78,22 +78,20 @@ class Control:
     Attributes:
         progress: For each worker int64 [1] in a cache line of its own: what its stepper is at.
         cores: Likewise the core that it was on at the end of its last step.
-        caller: int64 [1], the core of the process that told them to step.
         requested: bool [N]: the environments to be stepped, where not all of a worker are.
     """
 
     def __init__(self, memory: memoryview, num_workers: int) -> None:
-        lines = memory[: (num_workers + 1) * LINE].cast("q")
-        starts = range(LINE // 8, len(lines), LINE // 8)
-        self.caller = lines[:1]
+        lines = memory[: num_workers * LINE].cast("q")
+        starts = range(0, len(lines), LINE // 8)
         self.progress = [lines[start : start + 1] for start in starts]
         self.cores = [lines[start + 1 : start + 2] for start in starts]
-        self.requested = memory[(num_workers + 1) * LINE :].cast("?")
+        self.requested = memory[num_workers * LINE :].cast("?")
 
     @staticmethod
     def nbytes(num_workers: int, num_envs: int) -> int:
         """Bytes of memory that it takes, a multiple of a cache line."""
-        return (num_workers + 1) * LINE + -(-num_envs // LINE) * LINE
+        return num_workers * LINE + -(-num_envs // LINE) * LINE
 
 
 @dataclass(frozen=True)
@@ -161,12 +159,11 @@ def run_worker(task: WorkerTask) -> None:
 def _serve(task: WorkerTask, stepper: Stepper, control: Control) -> None:
     """Steps and answers until it is told to close."""
     go, done, requested = task.go, task.done, control.requested
-    core, caller, getcpu = control.cores[task.index], control.caller, make_getcpu()
+    core, getcpu = control.cores[task.index], make_getcpu()
     waiter = Waiter(task.may_spin)
     waiter.watch(go)
     while True:
-        # On the caller's own core it would only be in the way of what it waits for.
-        waiter.poll(may_spin=getcpu() != caller[0])
+        waiter.poll()
         asked = os.eventfd_read(go)
         if orders := asked % COMMAND:
             env_ids = task.env_ids

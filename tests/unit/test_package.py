@@ -23,9 +23,10 @@ ABOVE_THE_LINE = [
     *(f"gymtask.vector.{path.stem}" for path in sorted((ROOT / "vector").glob("[a-z]*.py"))),
 ]
 ORDER = [
-    "errors", "config", "maker", "workers", "vector", "spaces", "video", "environment", "tape", "trajectory",
-    "sampling", "states", "options", "plan", "together", "acting", "windows", "replay", "rollout", "collector", "samples",
-    "returns", "clips", "hooks", "task", "training", "trainer", "testing",
+    "errors", "config", "maker", "workers", "vector", "spaces", "video", "environment", "tape",
+    "trajectory", "sampling", "states", "options", "plan", "together", "acting", "cursors",
+    "windows", "replay", "rollout", "collector", "samples", "returns", "clips", "hooks", "task",
+    "training", "trainer", "testing",
 ]  # fmt: skip
 """Imports go from later names to earlier ones only, but for type annotations."""
 

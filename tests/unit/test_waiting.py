@@ -44,13 +44,6 @@ class TestWaiter:
         waiter.ignore(event)
         assert waiter.poll(0.0) == []
 
-    def test_tells_of_each_write_once(self, waiter: Waiter, event: int) -> None:
-        waiter.watch(event, once_a_write=True)
-        for _ in range(3):
-            os.eventfd_write(event, 1)
-            assert len(waiter.poll()) == 1
-            assert waiter.poll(0.0) == []
-
     @pytest.mark.parametrize("seconds", [SPIN / 4, 0.05])
     def test_waits_as_long_as_it_is_told(self, waiter: Waiter, event: int, seconds: float) -> None:
         waiter.watch(event)
