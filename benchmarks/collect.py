@@ -28,7 +28,7 @@ import report
 import torch
 from alternate import Build, Candidate, alternate, choose, preload, rate
 from envs import WORKS, Work
-from ours import HandTask, LogitsTask, Setup, Task
+from ours import HandTask, HookTask, LogitsTask, Setup, Task
 
 import gymtask
 
@@ -95,6 +95,7 @@ def gymtasks(work: Work, workers: int) -> Iterator[tuple[str, Build, tuple[str, 
     setups = {
         "sync": Setup("sync", kind=kind),
         "sync, actions as by hand": Setup("sync", kind=HandTask),
+        "sync, log-probabilities in a hook": Setup("sync", kind=HookTask),
         "process": process,
         "process, whole batches": replace(process, min_batch_size=work.num_envs),
         "process, half batches": replace(process, max_batch_size=work.num_envs // 2),

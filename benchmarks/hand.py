@@ -63,8 +63,10 @@ class Policy(nn.Module):
         return Normal(output, self.log_std.exp(), validate_args=False)
 
     def log_prob(self, output: Tensor, action: Tensor) -> Tensor:
-        found: Tensor = self.distribution(output).log_prob(action)
-        return found if self.discrete else found.sum(-1)
+        if self.discrete:
+            return output.log_softmax(-1).gather(-1, action.unsqueeze(-1)).squeeze(-1)
+        found: Tensor = self.distribution(output).log_prob(action).sum(-1)
+        return found
 
     def act(self, observation: Tensor) -> tuple[Tensor, Tensor]:
         """Action and log-probability, as CleanRL draws them."""

@@ -51,16 +51,11 @@ class Task(gymtask.ReinforcementLearningTask[gymtask.ReinforcementLearningTaskCo
             return gymtask.sampling.categorical(output, states)
         return gymtask.sampling.gaussian(output, model.log_std.exp(), states)
 
-    def postprocess_trajectories(self, trajectories: list[TensorDict]) -> list[TensorDict]:
-        """Log-probabilities of all rows in one pass."""
-        observation = torch.cat([each["observation"] for each in trajectories])
-        action = torch.cat([each["action"] for each in trajectories])
+    def finish(self, rows: TensorDict) -> None:
+        """Log-probabilities of all rows of a collection, in one pass."""
         with torch.no_grad():
-            log_prob = self.policy.log_prob(self.policy.net(observation), action)
-        parts = torch.split(log_prob, [len(each) for each in trajectories])
-        for trajectory, part in zip(trajectories, parts, strict=True):
-            trajectory["log_prob"] = part
-        return trajectories
+            output = self.policy.net(rows["observation"])
+            rows["log_prob"] = self.policy.log_prob(output, rows["action"])
 
     def run_model(self, model: Policy, batch: TensorDict, state: gymtask.State) -> None:
         """Not used: nothing is learnt here."""
@@ -78,8 +73,25 @@ class HandTask(Task):
         action, log_prob = model.act(states["observation"])
         return TensorDict({"action": action, "log_prob": log_prob}, batch_size=states.batch_size)
 
+    def finish(self, rows: TensorDict) -> None:
+        """All is there."""
+
+
+class HookTask(Task):
+    """Computes log-probabilities in a hook, which is given a TensorDict for each trajectory."""
+
     def postprocess_trajectories(self, trajectories: list[TensorDict]) -> list[TensorDict]:
+        observation = torch.cat([each["observation"] for each in trajectories])
+        action = torch.cat([each["action"] for each in trajectories])
+        with torch.no_grad():
+            log_prob = self.policy.log_prob(self.policy.net(observation), action)
+        parts = torch.split(log_prob, [len(each) for each in trajectories])
+        for trajectory, part in zip(trajectories, parts, strict=True):
+            trajectory["log_prob"] = part
         return trajectories
+
+    def finish(self, rows: TensorDict) -> None:
+        """All is there."""
 
 
 class LogitsTask(Task):
@@ -90,10 +102,8 @@ class LogitsTask(Task):
         action = gymtask.sampling.categorical(logits, states)
         return TensorDict({"action": action, "logits": logits}, batch_size=states.batch_size)
 
-    def postprocess_trajectories(self, trajectories: list[TensorDict]) -> list[TensorDict]:
-        for each in trajectories:
-            each["log_prob"] = self.policy.log_prob(each["logits"], each["action"])
-        return trajectories
+    def finish(self, rows: TensorDict) -> None:
+        rows["log_prob"] = self.policy.log_prob(rows["logits"], rows["action"])
 
 
 @dataclass(frozen=True)
@@ -149,6 +159,8 @@ def build(
             allocation=setup.allocation,
             use_tqdm=False,
         )
-        return samples.num_transitions
+        rows = samples.to_tensordict()
+        task.finish(rows)
+        return len(rows)
 
     return rollout, pool.close

@@ -2,7 +2,7 @@
 
 It imports once what every worker needs (numpy, gymnasium, the code of workers; no torch, not the
 user's `__main__`) and forks a clean child for each request, which is quick, and safe whatever
-threads the parent has. It runs in a session of its own, so that signals to the parent's process
+threads the parent has. It has a process group of its own, so that signals to the parent's process
 group do not reach it, and it watches the parent: when that ends, however it ends, the process
 groups of all workers are killed. What a dead worker's environments left running is killed too.
 
@@ -119,9 +119,10 @@ class _Server:
     def _become_worker(self, server: int, data: int, status: int, rest: list[int]) -> NoReturn:
         code = 1
         try:
-            # A group of its own, which can be killed with all that its environments start. Should
-            # the server die, the kernel kills the worker, whatever it is doing.
-            os.setsid()
+            # A group of its own, which can be killed with all that its environments start; but the
+            # session of all, since the kernel lets `sched_yield` give way within a session alone.
+            # Should the server die, the kernel kills the worker, whatever it is doing.
+            os.setpgid(0, 0)
             _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() != server:
                 os._exit(1)

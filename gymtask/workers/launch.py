@@ -93,7 +93,7 @@ class ForkServer:
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 env={**ONE_THREAD, **os.environ},
-                start_new_session=True,
+                process_group=0,
             )
         self._control = ours
 

@@ -11,7 +11,11 @@ Polling must cost nothing where it gains nothing:
   long the last waits were, those that blocked too; and it starts again when they become short.
 - With more workers than cores that this process may use, nobody polls: they would take turns at it
   while others have steps to make.
-- With one core nobody polls.
+- With one core nobody polls. Where every core has a worker, only the workers do: the process that
+  waits for them sleeps, and is woken on a core that the last of them keeps awake.
+
+`sched_yield` gives way to others of the same session only (where the kernel groups tasks by it), so
+workers stay in the session of the process that they belong to.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ README = (ROOT / "README.md").read_text()
 def test_the_snippet_trains_as_it_stands(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    snippet, more = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    snippet += "\ntask = Reinforce(config)\n" + more
+    snippet, *more = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    snippet += "\ntask = Reinforce(config)\n" + "".join(more)
     assert snippet.count("max_epochs=20") == 1
     monkeypatch.chdir(tmp_path)
     exec(compile(snippet.replace("max_epochs=20", "max_epochs=2"), "README.md", "exec"), {})
