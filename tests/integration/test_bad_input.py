@@ -48,7 +48,8 @@ def test_all_bad_fields_are_named_in_one_message() -> None:
     expected = [
         "`max_epochs` must be an integer of at least 0, got -1",
         "`name` must be a non-empty string without '/', got 'a/b'",
-        "`environment.env_worker_mode` must be one of 'sync', 'thread', 'process', 'native', got 'fork'",
+        "`environment.env_worker_mode` must be one of 'sync', 'thread', 'process', 'native', got"
+        " 'fork'",
         "`environment.env_seed` must be an integer of at least 0, got -1",
         "`environment.num_envs` must be at least num_env_workers (3), got 2",
         "`dataset.num_update_steps` must be an integer of at least 1, got 0",
