@@ -89,7 +89,10 @@ class StepQueue(ABC):
         deadline = None if timeout is None else time.monotonic() + timeout
         # Whoever has finished joins; with nobody ready there is nothing to give before somebody is.
         num_ready = -1 if self._ready else 0
-        self._wait(WAIT_SLICE if num_ready == 0 else 0.0, min_envs >= self.num_pending)
+        self._wait(
+            WAIT_SLICE if num_ready == 0 else 0.0,
+            for_all=timeout is None and min_envs >= self.num_pending,
+        )
         if len(self._ready) == self.num_envs <= max_envs:
             self._ready, self.num_pending = [], 0
             return self.all_ids
@@ -103,7 +106,7 @@ class StepQueue(ABC):
                 if patience <= 0:
                     break
             num_ready = len(self._ready)
-            self._wait(patience, want == self.num_pending)
+            self._wait(patience, for_all=timeout is None and want == self.num_pending)
         return self._pop(max_envs)
 
     def _pop(self, max_envs: int) -> Array:

@@ -222,6 +222,13 @@ class TestReceiving:
         assert steps.env_ids.tolist() == [2]
         assert 0.4 <= time.monotonic() - start < 0.8
 
+    def test_a_timeout_is_kept_where_all_are_asked_for(self, gated: Any) -> None:
+        pool, let = gated
+        let(4)  # nobody waits for the first one alone
+        start = time.monotonic()
+        assert pool.recv(5, timeout=0.1).env_ids.tolist() == [4]
+        assert time.monotonic() - start < 0.19
+
     def test_a_timeout_never_gives_none(self, gated: Any) -> None:
         pool, let = gated
         timer = threading.Timer(0.5, let, [4])
