@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from operator import is_
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase, is_leaf_nontensor
+from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from gymtask.acting import device_of, eval_mode, overrides
@@ -16,6 +15,7 @@ from gymtask.config import raise_if_any
 from gymtask.errors import ConfigurationError, HookError
 from gymtask.options import CollectOptions
 from gymtask.replay import MultiReplaySamples
+from gymtask.states import Snapshot
 from gymtask.tape import Piece
 from gymtask.trajectory import (
     assemble,
@@ -112,7 +112,7 @@ def _postprocess(
     if not (each or together):
         return MultiReplaySamples.from_rows(rows, lengths)
     trajectories: list[TensorDict] = list(rows.split(lengths))
-    given = [_contents(trajectory) for trajectory in trajectories]
+    given = [Snapshot(trajectory) for trajectory in trajectories]
     places = [(one["trajectory_id"], one["step"]) for one in trajectories]
     if each:
         trajectories = [
@@ -125,23 +125,10 @@ def _postprocess(
     return _store(rows, lengths, given, trajectories)
 
 
-Contents: TypeAlias = "list[tuple[TensorDictBase, list[Any]]]"
-"""A TensorDict and all nested ones, each with the values that it held."""
-
-
-def _contents(trajectory: TensorDictBase) -> Contents:
-    held = list(trajectory.values())
-    contents = [(trajectory, held)]
-    for value in held:
-        if isinstance(value, TensorDictBase) and not is_leaf_nontensor(type(value)):
-            contents += _contents(value)
-    return contents
-
-
 def _store(
     rows: TensorDict,
     lengths: Sequence[int],
-    given: Sequence[Contents],
+    given: Sequence[Snapshot],
     trajectories: Sequence[TensorDict],
 ) -> MultiReplaySamples:
     """The trajectories end to end; where hooks only added keys, `rows` and what was added.
@@ -153,8 +140,8 @@ def _store(
         trajectories: What the hooks returned.
     """
     added = None
-    for contents, trajectory in zip(given, trajectories, strict=True):
-        names = _added(contents) if trajectory is contents[0][0] else None
+    for before, trajectory in zip(given, trajectories, strict=True):
+        names = before.added() if trajectory is before.tensordict else None
         if names is None or (added is not None and names != added):
             return MultiReplaySamples(trajectories)
         added = names
@@ -166,20 +153,6 @@ def _store(
         with torch.no_grad():
             rows[name] = torch.cat(parts)
     return MultiReplaySamples.from_rows(rows, lengths)
-
-
-def _added(contents: Contents) -> list[str] | None:
-    """Names that were added to a trajectory; None if anything else in it was changed."""
-    (whole, held), *nested = contents
-    if any(len(part.keys()) != len(before) for part, before in nested):
-        return None
-    names = list(whole.keys())
-    # Whatever is added comes last.
-    if len(names) < len(held) or not all(
-        all(map(is_, part.values(), before)) for part, before in contents
-    ):
-        return None
-    return names[len(held) :]
 
 
 def _owned(trajectory: TensorDictBase) -> TensorDict:

@@ -87,37 +87,51 @@ class States:
             )
 
 
-class StatesView:
-    """A TensorDict of states, and what it held when it was made.
+class Snapshot:
+    """What a TensorDict held, nested ones included, when this was made.
 
     Attributes:
-        tensordict: What the policy is given.
-        is_spoilt: Whether something that it held was changed, so that a new one must be made.
+        tensordict: The TensorDict.
     """
 
     def __init__(self, tensordict: TensorDict) -> None:
         self.tensordict = tensordict
-        self.is_spoilt = False
         self._whole, *self._nested = _entries(tensordict)
+
+    def added(self) -> list[str] | None:
+        """Names that were added to it since; None if anything else in it was changed."""
+        entries, held = self._whole
+        # By identity: comparing tensors would compute something. What is added comes last.
+        same = len(entries) >= len(held) and all(map(is_, entries.values(), held))
+        for nested, before in self._nested:
+            same &= len(nested) == len(before) and all(map(is_, nested.values(), before))
+        if not same:
+            return None
+        return list(entries)[len(held) :] if len(entries) > len(held) else []
+
+
+class StatesView(Snapshot):
+    """A TensorDict of states, which a policy is given.
+
+    Attributes:
+        is_spoilt: Whether something that it held was changed, so that a new one must be made.
+    """
+
+    is_spoilt = False
 
     def restore(self) -> None:
         """Lets the next call see the states as they were: removes what a policy put in."""
-        entries, held = self._whole
-        # By identity: comparing tensors would compute something. What is added comes last.
-        same = len(entries) >= len(held) and all(map(is_, entries.values(), held.values()))
-        for nested, before in self._nested:
-            same &= len(nested) == len(before) and all(map(is_, nested.values(), before.values()))
-        self.is_spoilt = not same
-        if same and len(entries) > len(held):
-            for name in list(entries)[len(held) :]:
-                self.tensordict.del_(name)
+        names = self.added()
+        self.is_spoilt = names is None
+        for name in names or ():
+            self.tensordict.del_(name)
 
 
-def _entries(tensordict: TensorDict) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """The dicts that a TensorDict and all nested ones keep their entries in, each with a copy."""
+def _entries(tensordict: TensorDict) -> list[tuple[dict[str, Any], list[Any]]]:
+    """The dicts that a TensorDict and all nested ones keep their entries in, and their values."""
     live = entries_of(tensordict)
-    found = [(live, dict(live))]
-    for value in found[0][1].values():
+    found = [(live, list(live.values()))]
+    for value in found[0][1]:
         if isinstance(value, TensorDict):
             found += _entries(value)
     return found

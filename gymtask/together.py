@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from typing_extensions import override
 
-from gymtask.plan import Plan
+from gymtask.plan import Plan, equal_shares
 from gymtask.workers.layout import Array
 
 
@@ -135,6 +135,6 @@ def shares_with_left(shares: Sequence[int], left: Sequence[int]) -> list[int]:
     owed = total - sum(given)
     if not ahead or not behind or owed < 0:
         return list(shares)
-    for place, index in enumerate(behind):
-        given[index] = owed // len(behind) + (place < owed % len(behind))
+    for index, share in zip(behind, equal_shares(owed, len(behind), 0), strict=True):
+        given[index] = share
     return given

@@ -47,7 +47,6 @@ class Slots:
         flags: bool [N, 2]: terminated and truncated, of the last step.
         terminated: The first column of the flags.
         truncated: The second column of the flags.
-        requested: bool [N]: whether an environment is to be stepped.
         infos: For each environment, copies of the values of the asked info keys that its last step
             gave; nothing after a reset.
     """
@@ -66,8 +65,8 @@ class Slots:
         num_observation = len(space_leaves(observation_space, "observation"))
         self.observation = arrays[:num_observation]
         self.final_observation = arrays[num_observation : 2 * num_observation]
-        self.action = arrays[2 * num_observation : -3]
-        self.reward, self.flags, self.requested = arrays[-3:]
+        self.action = arrays[2 * num_observation : -2]
+        self.reward, self.flags = arrays[-2:]
         self.terminated, self.truncated = self.flags[:, 0], self.flags[:, 1]
         self.infos: list[dict[str, Any]] = [{} for _ in range(num_envs)]
 
@@ -90,7 +89,6 @@ def _fields(observation_space: Space, action_space: Space) -> list[Leaf]:
         for name, shape, kind in (
             ("reward", (), float),
             ("flags", (2,), bool),
-            ("requested", (), bool),
         )
     ]
     return [*observation, *observation, *action, *scalars]
@@ -174,12 +172,8 @@ class EnvironmentStepper:
                     f" {found} from environment {index}"
                 )
 
-    def step(self, index: int) -> None:
-        """Steps an environment with its action, and begins its next episode if this one ends."""
-        self.step_all((index,))
-
     def step_all(self, env_ids: Sequence[int]) -> None:
-        """Steps environments one after another, as `step` does."""
+        """Steps environments with their actions, one after another; an ended one begins anew."""
         envs, read, write, progress = self.envs, self._read, self._write, self.progress
         rewards, terminations, truncations = self._reward, self._terminated, self._truncated
         keeps_infos = self.keeps_infos
@@ -200,14 +194,14 @@ class EnvironmentStepper:
                 self.slots.infos[index] = found
             if terminated or truncated:
                 self._write_final(index, observation)
-                observation = _first_observation(envs[index].reset())
+                observation, _ = begin_episode(envs[index])
             write(index, observation)
         progress[0] = -1
 
     def reset(self, index: int, seed: int | None) -> None:
         """Starts a new episode in environment `index`; a seed also seeds its action space."""
         slots, env = self.slots, self.envs[index]
-        observation = _first_observation(env.reset(seed=seed))
+        observation, _ = begin_episode(env, seed=seed)
         if seed is not None:
             env.action_space.seed(seed)
         slots.reward[index], slots.flags[index] = 0.0, False
@@ -266,14 +260,20 @@ def step_error(answer: Any) -> ObservationError:
     return ObservationError(f"the reward must be a number, got {answer[1]!r:.80}")
 
 
-def _first_observation(answer: Any) -> Any:
+def begin_episode(env: AnyEnv, **keywords: Any) -> tuple[Any, Any]:
+    """Resets an environment and gives the first observation and the info.
+
+    Raises:
+        ObservationError: It returned something else.
+    """
+    answer = env.reset(**keywords)
     try:
-        observation, _ = answer
+        observation, info = answer
     except (TypeError, ValueError) as error:
         raise ObservationError(
             f"reset() must return (observation, info), got {answer!r:.80}"
         ) from error
-    return observation
+    return observation, info
 
 
 def _call(env: AnyEnv, name: str, *args: Any, **kwargs: Any) -> Any:

@@ -17,11 +17,11 @@ from gymnasium import spaces
 from gymnasium.spaces.utils import is_space_dtype_shape_equiv
 from gymnasium.vector import AutoresetMode
 
-from gymtask.errors import ObservationError, SpaceError
+from gymtask.errors import SpaceError
 from gymtask.maker import EnvironmentMaker
 from gymtask.workers.given_actions import GivenActions
 from gymtask.workers.layout import Space, flatten, space_leaves
-from gymtask.workers.slots import EnvironmentStepper, Slots, step_error
+from gymtask.workers.slots import EnvironmentStepper, Slots, begin_episode, step_error
 
 NOTHING: Space = spaces.Tuple(())  # the space of what does not lie in shared memory
 
@@ -154,7 +154,7 @@ class VectorStepper(EnvironmentStepper):
             final = None
             if index in ended:
                 ended.discard(index)
-                observation, info = _reset(envs[index])
+                observation, info = begin_episode(envs[index])
                 rewards[index], terminations[index], truncations[index] = 0.0, False, False
             else:
                 answer = envs[index].step(read(index))
@@ -193,7 +193,7 @@ class VectorStepper(EnvironmentStepper):
         else:
             last = copy.deepcopy(observation)
         final = (copy.deepcopy(info) if info else {}, last)
-        return *_reset(self.envs[index]), final
+        return *begin_episode(self.envs[index]), final
 
     def _is_plain(self, observation: Any) -> bool:
         """Whether the slots would give back just this, of the very types and dtypes."""
@@ -225,7 +225,7 @@ class VectorStepper(EnvironmentStepper):
             if index in args:
                 self.current = index
                 seed, options = args[index]
-                observation, info = _reset(self.envs[index], seed=seed, options=options)
+                observation, info = begin_episode(self.envs[index], seed=seed, options=options)
                 self._ended.discard(index)
                 if self._program.shares_observations:
                     self._write(index, observation)
@@ -233,14 +233,3 @@ class VectorStepper(EnvironmentStepper):
                 rows[index] = Row(info, observation)
                 self.current = -1
         return [rows]
-
-
-def _reset(env: Any, **keywords: Any) -> tuple[Any, Any]:
-    answer = env.reset(**keywords)
-    try:
-        observation, info = answer
-    except (TypeError, ValueError) as error:
-        raise ObservationError(
-            f"reset() must return (observation, info), got {answer!r:.80}"
-        ) from error
-    return observation, info
