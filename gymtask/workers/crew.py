@@ -26,7 +26,6 @@ from gymtask.workers.handle import (
     Failure,
     Handle,
     failure_of,
-    has_finished,
     how_it_ended,
     left_over,
 )
@@ -129,7 +128,6 @@ class Crew:
         pass could not be told.
         """
         handle.running, handle.queued = handle.queued, []
-        handle.starts += 1
         if len(handle.running) == len(handle.env_ids):
             os.eventfd_write(handle.go, STEP_ALL)
             return
@@ -178,11 +176,10 @@ class Crew:
             news = None
             if kind == "pipe":
                 news = self._receive(handle)
-                handle.ends += 1
             elif kind == "death":
                 raise self._death(handle)
-            elif not has_finished(handle):
-                continue
+            else:
+                os.eventfd_read(descriptor)
             finished.append((handle.running, news))
             handle.running = []
             if handle.queued:

@@ -55,12 +55,10 @@ class Handle:
         env_ids: Its environments.
         running: Environments that it is stepping now.
         queued: Environments to step as soon as it has finished those.
-        starts: How often it was told to step.
-        ends: How often it has finished, less what stands in its eventfd.
         progress: Holds the environment that it is at, -1 for none.
         core: Holds the core that it was on at the end of its last step, -1 before the first.
         go: Descriptor of the eventfd that tells it to step.
-        done: Descriptor of the eventfd that counts what it has finished.
+        done: Descriptor of the eventfd that tells that it has finished.
         pipe: Everything else.
         process: The process.
     """
@@ -70,7 +68,6 @@ class Handle:
         self.env_ids = list(env_ids)
         self.running: list[int] = []
         self.queued: list[int] = []
-        self.starts = self.ends = 0
         self.progress, self.core = control.progress[index], control.cores[index]
         self.core[0] = -1
         self.go, self.done = os.eventfd(0), os.eventfd(0)
@@ -136,12 +133,6 @@ class Handle:
         self.pipe.close()
         os.close(self.go)
         os.close(self.done)
-
-
-def has_finished(handle: Handle) -> bool:
-    """Whether it has finished as often as it was told to step; its eventfd can be read."""
-    handle.ends += os.eventfd_read(handle.done)
-    return bool(handle.running) and handle.ends == handle.starts
 
 
 def failure_of(handle: Handle, packed: bytes, text: str, env_id: int) -> Failure:
