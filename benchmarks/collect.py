@@ -28,7 +28,7 @@ import report
 import torch
 from alternate import Build, Candidate, alternate, choose, preload, rate
 from envs import WORKS, Work
-from ours import HandTask, HookTask, LogitsTask, Setup, Task
+from ours import HandTask, HookTask, LogProbTask, Setup, Task
 
 import gymtask
 
@@ -90,7 +90,7 @@ def envpool_environment(work: Work) -> gymtask.Environment:
 def gymtasks(work: Work, workers: int) -> Iterator[tuple[str, Build, tuple[str, ...]]]:
     """The candidates of gymtask itself."""
     # The first layer of a policy on frames costs too much to be run again for log-probabilities.
-    kind: type[Task] = LogitsTask if work.pixels else Task
+    kind: type[Task] = LogProbTask if work.pixels else Task
     process = Setup("process", workers, kind)
     setups = {
         "sync": Setup("sync", kind=kind),

@@ -51,8 +51,9 @@ class Task(gymtask.ReinforcementLearningTask[gymtask.ReinforcementLearningTaskCo
             return gymtask.sampling.categorical(output, states)
         return gymtask.sampling.gaussian(output, model.log_std.exp(), states)
 
-    def finish(self, rows: TensorDict) -> None:
+    def finish(self, samples: gymtask.MultiReplaySamples) -> None:
         """Log-probabilities of all rows of a collection, in one pass."""
+        rows = samples.to_tensordict()
         with torch.no_grad():
             output = self.policy.net(rows["observation"])
             rows["log_prob"] = self.policy.log_prob(output, rows["action"])
@@ -73,7 +74,7 @@ class HandTask(Task):
         action, log_prob = model.act(states["observation"])
         return TensorDict({"action": action, "log_prob": log_prob}, batch_size=states.batch_size)
 
-    def finish(self, rows: TensorDict) -> None:
+    def finish(self, samples: gymtask.MultiReplaySamples) -> None:
         """All is there."""
 
 
@@ -90,20 +91,21 @@ class HookTask(Task):
             trajectory["log_prob"] = part
         return trajectories
 
-    def finish(self, rows: TensorDict) -> None:
+    def finish(self, samples: gymtask.MultiReplaySamples) -> None:
         """All is there."""
 
 
-class LogitsTask(Task):
-    """Keeps logits, where a second forward pass would cost more than storing them."""
+class LogProbTask(Task):
+    """Computes log-probabilities step by step, where a second forward pass would cost more."""
 
     def get_actions(self, model: Policy, states: TensorDict, optimal: bool) -> Tensor | TensorDict:
         logits = model.net(states["observation"])
         action = gymtask.sampling.categorical(logits, states)
-        return TensorDict({"action": action, "logits": logits}, batch_size=states.batch_size)
+        kept = {"action": action, "log_prob": model.log_prob(logits, action)}
+        return TensorDict(kept, batch_size=states.batch_size)
 
-    def finish(self, rows: TensorDict) -> None:
-        rows["log_prob"] = self.policy.log_prob(rows["logits"], rows["action"])
+    def finish(self, samples: gymtask.MultiReplaySamples) -> None:
+        """All is there."""
 
 
 @dataclass(frozen=True)
@@ -149,18 +151,19 @@ def build(
     task = setup.kind(config, environments, policy)
     pool = task.get_worker_pool()
 
+    total = num_envs * num_steps
+
     def rollout() -> int:
         samples = task.collect_samples(
             policy,
             pool,
-            num_envs * num_steps,
+            total,
             min_batch_size=setup.min_batch_size,
             max_batch_size=setup.max_batch_size,
             allocation=setup.allocation,
             use_tqdm=False,
         )
-        rows = samples.to_tensordict()
-        task.finish(rows)
-        return len(rows)
+        task.finish(samples)
+        return total
 
     return rollout, pool.close

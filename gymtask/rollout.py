@@ -37,6 +37,7 @@ class Rollout:
             yet.
         episodes: Records of episodes that ended and were not handed out yet.
         num_posted: What the pool's `num_posted` was when the collector last stepped it.
+        turn_time: Seconds that the collector's turns took lately, from rows to the next actions.
         in_use: Whether a collection is running.
         actor: What the last collection called the policy with; most of it serves the next one.
     """
@@ -68,6 +69,7 @@ class Rollout:
         self._initial_carry: dict[Key, Array] = {}
         self._extras: dict[Key, Column] = {}
         self.num_posted = pool.num_posted
+        self.turn_time = 0.0
         self.in_use = False
         self.actor: Actor | None = None
 

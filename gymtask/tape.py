@@ -55,8 +55,9 @@ def move_rows(
     old: Array, new: Array, cursors: list[int], lengths: list[int], longest: int, more: int
 ) -> None:
     """Moves each column's open rows so that they end above row `longest`, and `more` after them."""
-    if min(cursors) == max(cursors) and (cursors[0] == longest or not longest):
-        # All stand together, with nothing open or already at their place: one block.
+    if min(cursors) == max(cursors):
+        # All stand together: one block, in which a shorter piece has rows above it that nobody
+        # reads.
         first = cursors[0] - longest
         block = old[first : cursors[0] + more]
         if new is not old or first:

@@ -175,7 +175,7 @@ class ProcessVectorEnv(CrewVectorEnv):
             self._asked = "step"
             for handle in crew.handles:
                 handle.queued = handle.env_ids
-                crew.step(handle)
+            crew.begin(crew.handles)
         self._state = AsyncState.WAITING_STEP
 
     def _listed_actions(self, actions: Any) -> list[Any]:

@@ -30,7 +30,7 @@ from gymtask.workers.handle import (
     left_over,
 )
 from gymtask.workers.launch import server
-from gymtask.workers.spreading import Spreader
+from gymtask.workers.spreading import Spreader, make_getcpu
 from gymtask.workers.waiting import Events, Waiter, num_cores
 from gymtask.workers.worker_main import STEP_ALL, STEP_SOME, Control, unpack_exception
 
@@ -51,6 +51,7 @@ class Crew:
         num_workers: How many they are.
         memory: What the program lies in, as every worker sees it.
         handles: The workers.
+        leaves_a_core: Whether there are more cores than workers.
     """
 
     def __init__(self, groups: Sequence[Sequence[int]], nbytes: int) -> None:
@@ -76,9 +77,10 @@ class Crew:
         self.memory = whole[start:]
         # With a worker on every core this process must not poll, as workers do: the last of them to
         # finish wakes it, on a core that is awake.
-        may_spin = self.num_workers < num_cores()
-        self._waiter = Waiter(may_spin)
-        self._spreader = Spreader(may_spin) if self.num_workers <= num_cores() else None
+        self.leaves_a_core = self.num_workers < num_cores()
+        self._waiter = Waiter(self.leaves_a_core)
+        self._spreader = Spreader(self.leaves_a_core) if self.num_workers <= num_cores() else None
+        self._getcpu = make_getcpu()
         self._sources: dict[int, tuple[Handle, str]] = {}
         self._answers: dict[int, Any] = {}
         self._dismissed: set[int] = set()
@@ -120,6 +122,19 @@ class Crew:
             self._waiter.watch(descriptor)
 
     # ---- steps -----------------------------------------------------------------------------------
+
+    def begin(self, handles: Sequence[Handle]) -> None:
+        """Lets those that are idle step what is queued for them.
+
+        One that was last on the core of the caller comes last: if it sleeps, it is woken there, and
+        takes the core at once.
+        """
+        idle = [handle for handle in handles if not handle.running]
+        if self._spreader is not None and len(idle) > 1:
+            here = self._getcpu()
+            idle.sort(key=lambda handle: handle.core[0] == here)
+        for handle in idle:
+            self.step(handle)
 
     def step(self, handle: Handle) -> None:
         """Lets an idle worker step what is queued for it.

@@ -57,6 +57,7 @@ class Handle:
         queued: Environments to step as soon as it has finished those.
         progress: Holds the environment that it is at, -1 for none.
         core: Holds the core that it was on at the end of its last step, -1 before the first.
+        ended: Holds when its last step ended, in nanoseconds of `time.perf_counter_ns`.
         go: Descriptor of the eventfd that tells it to step.
         done: Descriptor of the eventfd that tells that it has finished.
         pipe: Everything else.
@@ -69,6 +70,7 @@ class Handle:
         self.running: list[int] = []
         self.queued: list[int] = []
         self.progress, self.core = control.progress[index], control.cores[index]
+        self.ended = control.ends[index]
         self.core[0] = -1
         self.go, self.done = os.eventfd(0), os.eventfd(0)
         self.pipe, self._theirs = Pipe()

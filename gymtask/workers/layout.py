@@ -77,7 +77,9 @@ def space_leaves(space: Space, role: str, path: Path = ()) -> list[Leaf]:
             + (f" at {role}{where}" if where else "")
         )
     assert space.shape is not None
-    return [Leaf(path, space, tuple(space.shape), np.dtype(space.dtype))]
+    # By its name: a dtype that has come out of a pickle is equal to numpy's own, but another
+    # object, and arrays that are laid out with it would miss the quick way of `_leaf_writer`.
+    return [Leaf(path, space, tuple(space.shape), np.dtype(np.dtype(space.dtype).str))]
 
 
 def make_writer(space: Space, arrays: Sequence[Array], path: Path = ()) -> Writer:

@@ -78,7 +78,9 @@ class NativePool(WorkerPool):
     # ---- stepping --------------------------------------------------------------------------------
 
     @override
-    def take(self, min_envs: int, max_envs: int, timeout: float | None = None) -> Array:
+    def take(
+        self, min_envs: int, max_envs: int, timeout: float | None = None, spare: float = 0.0
+    ) -> Array:
         """Steps all environments, and gives all of them.
 
         Those of which `began` says so were only reset: their rows are no transitions. Where some

@@ -10,7 +10,9 @@ import cloudpickle
 from gymtask.errors import ConfigurationError, WorkerDiedError
 from gymtask.workers.crew import Crew, is_supported
 from gymtask.workers.handle import Failure
+from gymtask.workers.info_cells import CELL, InfoCells
 from gymtask.workers.layout import Array, Space
+from gymtask.workers.linger import Linger
 from gymtask.workers.pool import WorkerPool
 from gymtask.workers.queue import WAIT_SLICE
 from gymtask.workers.registry import pickle_registry
@@ -43,12 +45,18 @@ class ProcessPool(WorkerPool):
         # The recipes are made first: one that cannot travel is refused before anything is started.
         registered = pickle_registry()
         makers = {id(worker.maker): worker.maker for worker in workers}
+        num_keys = max(len(maker.info_keys) for maker in makers.values())
         recipes = {
-            key: pack_program(PoolProgram(maker, *spaces, num_envs), registered)
+            key: pack_program(PoolProgram(maker, *spaces, num_envs, num_keys), registered)
             for key, maker in makers.items()
         }
-        self._crew = Crew([worker.env_ids for worker in workers], Slots.nbytes(*spaces, num_envs))
+        size = Slots.nbytes(*spaces, num_envs)
+        nbytes = size + num_envs * num_keys * CELL
+        self._crew = Crew([worker.env_ids for worker in workers], nbytes)
         super().__init__(workers, Slots(*spaces, num_envs, self._crew.memory))
+        keys = {i: worker.maker.info_keys for worker in workers for i in worker.env_ids}
+        self._keeps_infos = num_keys > 0
+        self._cells = InfoCells(keys, num_keys, self._crew.memory[size:])
         try:
             self._crew.start(
                 [recipes[id(worker.maker)] for worker in workers],
@@ -60,6 +68,8 @@ class ProcessPool(WorkerPool):
             self.close(0.0)
             raise
         self._handles = self._crew.handles
+        if not self._crew.leaves_a_core:
+            self._linger = Linger()
         self._owners = [handle for handle in self._handles for _ in handle.env_ids]
 
     def _post(self, env_ids: Array) -> None:
@@ -69,9 +79,7 @@ class ProcessPool(WorkerPool):
                 handle.queued = handle.env_ids
         else:
             asked = self._queue(env_ids)
-        for handle in asked:
-            if not handle.running:
-                self._crew.step(handle)
+        self._crew.begin(asked)
 
     def _queue(self, env_ids: Array) -> list[Any]:
         """Queues environments with their workers, which it gives."""
@@ -88,17 +96,21 @@ class ProcessPool(WorkerPool):
         try:
             for env_ids, infos in self._crew.accept(events):
                 self._ready += env_ids
-                if infos is not None:
-                    self._keep_infos(infos)
+                if self._keeps_infos:
+                    self._read_infos(env_ids, infos)
         except Failure as failure:
             self._raise(failure)
         except KeyboardInterrupt:  # a reply may be lost, for which somebody would wait for ever
             self.close()
             raise
 
-    def _keep_infos(self, infos: dict[int, dict[str, Any]]) -> None:
-        for index, info in infos.items():
-            self.slots.infos[index] = info
+    def _spread(self) -> float:
+        ends = [handle.ended[0] for handle in self._handles]
+        return (max(ends) - min(ends)) * 1e-9
+
+    def _read_infos(self, env_ids: Sequence[int], sent: dict[int, dict[str, Any]] | None) -> None:
+        for index in env_ids:
+            self.slots.infos[index] = self._cells.read(index) if sent is None else sent[index]
 
     def _run(
         self, method: str, args: Sequence[tuple[Any, ...]], kwargs: dict[str, Any] | None = None

@@ -7,10 +7,15 @@ The life of one environment in a pool::
 Environments that have finished a step stand in a queue in the order in which they did, and are
 given from its front. One that was given and stepped again stands behind all that were ready then:
 so none starves, however few are taken at a time and however quick the others are.
+
+Whoever may take those that are ready can say how many seconds he would rather wait than be called
+once more (`spare`): others are then waited for, too, where they lately finished that soon after the
+first (`Linger`).
 """
 
 from __future__ import annotations
 
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -20,6 +25,7 @@ import numpy as np
 
 from gymtask.errors import CollectionInterrupted, NothingPendingError, PoolClosedError
 from gymtask.workers.layout import Array
+from gymtask.workers.linger import Linger
 
 WAIT_SLICE = 0.2  # seconds between two looks at `interrupt` while nothing is ready
 
@@ -61,6 +67,7 @@ class StepQueue(ABC):
         self.closed = False
         self._pending: Array = np.zeros(self.num_envs, bool)
         self._ready: list[int] = []
+        self._linger: Linger | None = None  # where it cannot pay
 
     def post(self, env_ids: Array) -> None:
         """Starts a step in `env_ids`, whose actions lie in the slots."""
@@ -72,10 +79,19 @@ class StepQueue(ABC):
         self.num_posted += len(env_ids)
         self._post(env_ids)
 
-    def take(self, min_envs: int, max_envs: int, timeout: float | None = None) -> Array:
+    def take(
+        self, min_envs: int, max_envs: int, timeout: float | None = None, spare: float = 0.0
+    ) -> Array:
         """Waits as `recv` does, and gives the indices of the environments alone, increasing.
 
         The rows lie in the slots.
+
+        Args:
+            min_envs: As for `recv`; likewise the next two.
+            max_envs: Likewise.
+            timeout: Likewise.
+            spare: How many seconds longer to wait for those that are about to finish. As system
+                calls count in milliseconds, it may become one.
 
         Raises:
             NothingPendingError: No environment was sent an action.
@@ -89,10 +105,12 @@ class StepQueue(ABC):
         deadline = None if timeout is None else time.monotonic() + timeout
         # Whoever has finished joins; with nobody ready there is nothing to give before somebody is.
         num_ready = -1 if self._ready else 0
-        self._wait(
-            WAIT_SLICE if num_ready == 0 else 0.0,
-            for_all=timeout is None and min_envs >= self.num_pending,
-        )
+        for_all = timeout is None and min_envs >= self.num_pending
+        linger = self._linger if spare and max_envs >= self.num_pending and not for_all else None
+        if linger is not None and linger.is_wanted():
+            self._wait_for_all(spare, linger)
+        else:
+            self._wait(WAIT_SLICE if num_ready == 0 else 0.0, for_all)
         if len(self._ready) == self.num_envs <= max_envs:
             self._ready, self.num_pending = [], 0
             return self.all_ids
@@ -124,6 +142,16 @@ class StepQueue(ABC):
         if self.num_pending in (0, self.num_envs):  # no mask is kept while none is, or all are
             self._pending[:] = self.num_pending > 0
         return self._pending
+
+    def _wait_for_all(self, spare: float, linger: Linger) -> None:
+        began = time.perf_counter()
+        self._wait(spare + (0.0 if self._ready else 2 * linger.usual), for_all=True)
+        paid = len(self._ready) == self.num_pending and self._spread() <= spare
+        linger.learn(paid, time.perf_counter() - began)
+
+    def _spread(self) -> float:
+        """Seconds between the first and the last of those that have just finished."""
+        return math.inf
 
     @abstractmethod
     def _post(self, env_ids: Array) -> None:

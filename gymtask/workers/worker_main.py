@@ -7,6 +7,7 @@ import mmap
 import multiprocessing
 import os
 import pickle
+import time
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ import cloudpickle
 import numpy as np
 
 from gymtask.maker import EnvironmentMaker
+from gymtask.workers.info_cells import InfoCells
 from gymtask.workers.registry import register_all
 from gymtask.workers.slots import EnvironmentStepper, Slots
 from gymtask.workers.spreading import make_getcpu
@@ -78,6 +80,8 @@ class Control:
     Attributes:
         progress: For each worker int64 [1] in a cache line of its own: what its stepper is at.
         cores: Likewise the core that it was on at the end of its last step.
+        ends: Likewise when that was, in nanoseconds of `time.perf_counter_ns`, which all processes
+            share.
         requested: bool [N]: the environments to be stepped, where not all of a worker are.
     """
 
@@ -86,6 +90,7 @@ class Control:
         starts = range(0, len(lines), LINE // 8)
         self.progress = [lines[start : start + 1] for start in starts]
         self.cores = [lines[start + 1 : start + 2] for start in starts]
+        self.ends = [lines[start + 2 : start + 3] for start in starts]
         self.requested = memory[num_workers * LINE :].cast("?")
 
     @staticmethod
@@ -160,6 +165,7 @@ def _serve(task: WorkerTask, stepper: Stepper, control: Control) -> None:
     """Steps and answers until it is told to close."""
     go, done, requested = task.go, task.done, control.requested
     core, getcpu = control.cores[task.index], make_getcpu()
+    ended, clock = control.ends[task.index], time.perf_counter_ns
     waiter = Waiter(task.may_spin)
     waiter.watch(go)
     while True:
@@ -173,7 +179,7 @@ def _serve(task: WorkerTask, stepper: Stepper, control: Control) -> None:
                     requested[index] = False
             stepper.step_all(env_ids)
             news = stepper.news(env_ids)
-            core[0] = getcpu()
+            core[0], ended[0] = getcpu(), clock()
             if news is None:
                 os.eventfd_write(done, 1)
             else:
@@ -218,23 +224,40 @@ class PoolProgram:
         observation_space: The space that each must have.
         action_space: The space that each must have.
         num_envs: Environments of the pool.
+        num_info_keys: Info keys that one of them asks for at most.
     """
 
     maker: EnvironmentMaker
     observation_space: Any
     action_space: Any
     num_envs: int
+    num_info_keys: int
 
     def __call__(self, memory: memoryview, env_ids: Sequence[int]) -> Stepper:
         """See `Program`."""
-        slots = Slots(self.observation_space, self.action_space, self.num_envs, memory)
-        return _PoolStepper(slots, dict.fromkeys(env_ids, self.maker))
+        sizes = (self.observation_space, self.action_space, self.num_envs)
+        cells = InfoCells(
+            dict.fromkeys(env_ids, self.maker.info_keys),
+            self.num_info_keys,
+            memory[Slots.nbytes(*sizes) :],
+        )
+        slots = Slots(*sizes, memory)
+        return _PoolStepper(slots, dict.fromkeys(env_ids, self.maker), cells)
 
 
 class _PoolStepper(EnvironmentStepper):
+    def __init__(
+        self, slots: Slots, makers: Mapping[int, EnvironmentMaker], cells: InfoCells
+    ) -> None:
+        super().__init__(slots, makers)
+        self._cells = cells
+
     def news(self, env_ids: Sequence[int]) -> Any:
-        """The infos, where some are kept."""
-        return {index: self.slots.infos[index] for index in env_ids} if self.keeps_infos else None
+        """The infos, where some are kept that do not all fit into their cells."""
+        infos = self.slots.infos
+        if not self.keeps_infos or all(self._cells.write(i, infos[i]) for i in env_ids):
+            return None
+        return {index: infos[index] for index in env_ids}
 
 
 def _send(pipe: Connection, kind: str, content: Any) -> None:

@@ -22,6 +22,7 @@ from gymtask.errors import (
 )
 from gymtask.testing import ScriptedEnv
 from gymtask.workers.pool import WorkerPool
+from gymtask.workers.waiting import num_cores
 from tests.integration.pool_envs import (
     ASYNC_MODES,
     WORKERS,
@@ -306,6 +307,28 @@ class TestReceiving:
                 (folder / "2-1").touch()
                 ids = [number for _ in range(pool.num_pending) for number in pool.take(1, 1)]
                 assert 2 in ids
+
+    def test_with_time_to_spare_those_who_finish_together_are_taken_together(self) -> None:
+        workers = max(2, num_cores())
+        with open_pool(ScriptedEnv, "process", envs=2 * workers, workers=workers) as pool:
+            pool.reset()
+            together = 0
+            for _ in range(100):
+                pool.post(pool.all_ids)
+                while pool.num_pending:
+                    together += len(pool.take(1, pool.num_envs, None, spare=1.0)) == pool.num_envs
+        assert together >= 90
+
+    def test_with_little_time_to_spare_nobody_waits_for_a_straggler(self, tmp_path: Path) -> None:
+        with open_pool(GatedEnv, "process", folder=tmp_path) as pool:
+            pool.reset()
+            pool.post(pool.all_ids)
+            for step in range(1, 50):
+                (tmp_path / f"0-{step}").touch()
+                assert pool.take(1, 2, None, spare=0.001).tolist() == [0]
+                pool.post(np.array([0]))
+            (tmp_path / "1-1").touch()
+            assert 1 in pool.take(1, 2, None, spare=0.001)
 
     def test_interrupt_ends_a_wait_and_loses_no_row(self, gated: Any) -> None:
         pool, let = gated

@@ -264,6 +264,19 @@ class TestInfos:
         assert [infos[1]["array"].tolist() for infos in kept] == [[1, t] for t in (1, 2, 3, 4)]
         assert [len(infos[0]["history"]) for infos in kept] == [1, 2, 3, 4]
 
+    def test_values_keep_their_types(self, mode: str) -> None:
+        keys = ("float", "int", "bool", "scalar", "vector", "empty", "late", "text")
+        with open_pool(TypedEnv, mode, info_keys=keys) as pool:
+            pool.reset()
+            for t in (1, 2, 3):
+                for info in step_all(pool, [0, 0]).info:
+                    expected = typed_info(t)
+                    assert info.keys() == expected.keys()
+                    for key, value in expected.items():
+                        assert type(info[key]) is type(value)
+                        assert getattr(info[key], "dtype", None) == getattr(value, "dtype", None)
+                        assert np.array_equal(info[key], value)
+
     @pytest.mark.parametrize("workers", [1, 2])
     def test_a_megabyte_a_step_arrives(self, mode: str, workers: int) -> None:
         size = 1 << 20
@@ -294,6 +307,29 @@ class TestInfos:
             pool.reset()
             with pytest.raises(TypeError, match="cannot pickle"):
                 step_all(pool, [0, 0])
+
+
+def typed_info(t: int) -> dict[str, Any]:
+    """What is given at step t: text at every third, which travels otherwise than numbers."""
+    info = {
+        "float": t / 3,
+        "int": t,
+        "bool": t == 2,
+        "scalar": np.float32(t),
+        "vector": np.full((2, 3), t, np.int16),
+        "empty": np.zeros((0, 2)),
+    }
+    return info | ({"late": t} if t > 1 else {}) | ({"text": "third"} if t == 3 else {})
+
+
+class TypedEnv(NumberedEnv):
+    def __init__(self) -> None:
+        super().__init__()
+        self._num_steps = 0
+
+    def step(self, action: Any) -> Any:
+        self._num_steps += 1
+        return (*super().step(action)[:4], typed_info(self._num_steps))
 
 
 class LockedEnv(NumberedEnv):

@@ -5,6 +5,7 @@ Actions are in test_actions.py, values of random spaces in tests/property/test_s
 
 from __future__ import annotations
 
+import pickle
 import re
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from gymtask.errors import ObservationError, SpaceError
 from gymtask.spaces import stored_dtype
+from gymtask.workers.layout import space_leaves
 from tests.unit.space_envs import acting, collect, recorder
 
 
@@ -50,6 +52,13 @@ class TestStoredDtype:
     def test_a_dtype_that_torch_cannot_hold_is_refused_by_name(self, name: str) -> None:
         with pytest.raises(SpaceError, match=re.escape(str(np.dtype(name)))):
             stored_dtype(np.dtype(name))
+
+
+def test_a_space_that_was_pickled_has_numpys_own_dtype_objects() -> None:
+    # The quick way of writing observations tells dtypes apart by identity.
+    space = pickle.loads(pickle.dumps(spaces.Dict(a=spaces.Box(0, 1, (2,)), b=spaces.Discrete(3))))
+    leaves = space_leaves(space, "observation")
+    assert [leaf.dtype is np.dtype(leaf.dtype.name) for leaf in leaves] == [True, True]
 
 
 class Custom(spaces.Space[int]):

@@ -13,6 +13,7 @@ from gymnasium import spaces
 
 from gymtask.workers import spreading, waiting
 from gymtask.workers.given_actions import GivenActions
+from gymtask.workers.linger import MOST, Linger
 from gymtask.workers.spreading import LOOK, LOOK_SELDOM, Spreader
 from gymtask.workers.waiting import SPIN, Waiter
 
@@ -147,3 +148,38 @@ class TestGivenActions:
         assert not given.write(actions)
         assert given.write([3, 4])
         assert given.reader()(1) == 4
+
+
+class TestLinger:
+    def test_waits_as_long_as_it_pays(self) -> None:
+        linger = Linger()
+        for _ in range(50):
+            assert linger.is_wanted()
+            linger.learn(True, 0.001)
+        assert linger.usual == pytest.approx(0.001, rel=0.01)
+
+    def test_a_hiccup_does_not_end_it(self) -> None:
+        linger = Linger()
+        for number in range(100):
+            assert linger.is_wanted()
+            linger.learn(number % 5 != 4, 0.001)
+
+    def test_tries_again_ever_more_seldom_where_it_fails(self) -> None:
+        linger, tries = Linger(), 0
+        for _ in range(10_000):
+            if linger.is_wanted():
+                tries += 1
+                linger.learn(False, 0.001)
+        assert 10 <= tries <= 20
+
+    def test_soon_sees_that_things_have_changed(self) -> None:
+        linger = Linger()
+        for _ in range(1000):
+            if linger.is_wanted():
+                linger.learn(True, 0.001)
+        tries = 0
+        for _ in range(100):
+            if linger.is_wanted():
+                tries += 1
+                linger.learn(False, 0.001)
+        assert tries <= MOST + 2
