@@ -25,11 +25,17 @@ WORKER_MODES = ("sync", "thread", "process", "native")
 class EnvironmentConfig:
     """How environments are run.
 
+    Nothing is checked here, so that fields can be set one by one: when a task is built, one
+    `ConfigurationError` names every field that breaks its rule, with the rule and the value, and
+    every attribute that is no field.
+
     Attributes:
         num_env_workers: Number of workers; 0 runs the environments in this process.
         env_worker_mode: "sync", "thread", "process" or "native": one VectorEnv that steps all
             environments together, whatever `num_env_workers` says.
-        env_seed: Environment i is first reset with `env_seed + i`, and never again with a seed.
+        env_seed: Environment i is first reset with `env_seed + i`, and never again with a seed. A
+            VectorEnv with one generator for all (native mode, CartPole-v1's own) is reset with
+            `env_seed` alone, so that its rows depend on `num_envs`.
         env_cleanup_time: Seconds that workers get to close their environments before they are
             killed.
         max_steps: Largest number of steps of a clip.

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+import warnings
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
 import torch
+from gymnasium.envs.registration import EnvSpec
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
@@ -16,6 +19,10 @@ from gymtask.maker import AnyEnv, EnvironmentMaker, EnvSource, Wrapper
 from gymtask.spaces import ActionCodec, nest_tensors, stored_dtype
 from gymtask.video import render_fps, standardize_frame
 from gymtask.workers.layout import Array, Space, make_reader, make_writer, space_leaves
+from gymtask.workers.pool import WorkerPool
+from gymtask.workers.worker import spaces_of
+
+logger = logging.getLogger(__name__)
 
 
 class Environment:
@@ -31,15 +38,28 @@ class Environment:
     A state is a TensorDict [] with "observation", "reward" (float32, 0 after a reset),
     "terminated", "truncated", "done" (bool) and "step" (int64, steps since the reset).
 
+    With `env_worker_mode="native"` a callable returns a `VectorEnv`; it gets `num_envs` and `seed`
+    if its signature takes them::
+
+        def make(num_envs, seed):
+            return envpool.make_gymnasium("Pong-v5", num_envs=num_envs, seed=seed)
+
+        gymtask.Environment(make)
+
+    There is no single environment then: what needs one (`get_environment_cached().reset()`,
+    `sample_clip`, `force_sync`) raises a `MakerError`. So do `wrappers` in native mode, as they
+    take single environments.
+
     Args:
         env: An id ("CartPole-v1", "module:Name-v0"), an `EnvSpec`, or a callable that returns a
             `gymnasium.Env`.
         wrappers: Callables `env -> env`, applied in order.
         render_mode: How it is rendered; clips choose their own.
         max_episode_steps: Time limit in place of the one that the id is registered with.
-        info_keys: Keys of the info dict that trajectories keep under ("next", "info", key). Where
-            an environment gave none a float is NaN and an integer 0; ("next", "info", "_key") tells
-            which rows have one. What is no number or array stays as it is.
+        info_keys: Keys of the info dict that trajectories keep: for "lives", ("next", "info",
+            "lives") holds the values and ("next", "info", "_lives") which rows have one. Where an
+            environment gave none a float is NaN and an integer 0. What is no number or array stays
+            as it is. A key that no step ever gives is warned of once an episode has ended.
         keep_float64: Whether float64 observations are stored as such instead of as float32.
         **make_kwargs: Further keywords of `gymnasium.make`, or of the callable.
 
@@ -284,6 +304,37 @@ def _batch_of_one(action: Any) -> Tensor | TensorDictBase:
                 f"`action` must be a tensor, or a TensorDict, got {action!r:.80}"
             ) from error
     return action.unsqueeze(0)  # type: ignore[no-any-return]
+
+
+def warn_of_other_spaces(pool: WorkerPool) -> None:
+    """Warns if the VectorEnv of a pool is another environment than a single one of the same id."""
+    maker = pool.workers[0].maker
+    if not isinstance(maker.env, EnvSpec):  # a callable makes no single one
+        return
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it is only looked at
+            single = spaces_of(maker)
+    except Exception as error:  # native mode needs none
+        logger.debug("no single environment of %s to compare with: %s", maker.name, error)
+        return
+    both = {
+        "observation": (pool.observation_space, single[0]),
+        "action": (pool.action_space, single[1]),
+    }
+    differing = [
+        f"{kind} space {theirs} where a single environment has {ours}"
+        for kind, (theirs, ours) in both.items()
+        if theirs != ours
+    ]
+    if differing:
+        warnings.warn(
+            f"the VectorEnv of {maker.name} in native mode is another environment than the single"
+            f" one: {' and '.join(differing)}. Build the model from pool.observation_space and"
+            " pool.action_space; get_environment_cached(), sample_clip() and force_sync=True use"
+            " the single one",
+            stacklevel=3,
+        )
 
 
 def require_rgb_array(env: AnyEnv, maker: EnvironmentMaker) -> None:

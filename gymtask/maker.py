@@ -190,9 +190,13 @@ class EnvironmentMaker:
         if isinstance(self.env, EnvSpec):
             keywords |= {name: value for name, value in given.items() if value is not None}
             keywords.pop("disable_env_checker", None)  # of gymnasium.make alone
-            env = gym.make_vec(
-                self.env, num_envs, vectorization_mode="vector_entry_point", **keywords
-            )
+            try:
+                env = gym.make_vec(
+                    self.env, num_envs, vectorization_mode="vector_entry_point", **keywords
+                )
+            except TypeError as error:
+                self._refuse_keyword(error, given)
+                raise
         else:
             if self.max_episode_steps and not takes_keyword(self.env, "max_episode_steps"):
                 raise MakerError(
@@ -220,6 +224,16 @@ class EnvironmentMaker:
                 f" them in one batch (batch_size), got {found}"
             )
         return env
+
+    def _refuse_keyword(self, error: TypeError, given: Mapping[str, Any]) -> None:
+        """Says what to do where it is one of those `given` that the entry point does not take."""
+        for name, value in given.items():
+            if value is not None and f"unexpected keyword argument '{name}'" in str(error):
+                raise MakerError(
+                    f"`{name}` must be None in native mode for {self.name}, whose VectorEnv takes"
+                    f" no such keyword, got {value!r}; pass{_INSTEAD[name]} a callable that returns"
+                    " a VectorEnv made that way"
+                ) from error
 
     def to_bytes(self) -> bytes:
         """The maker as bytes that any process with gymtask can read.
@@ -348,6 +362,10 @@ def _keywords_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
     return [parameter for parameter in parameters if parameter.kind in kinds]
 
 
+_INSTEAD = {
+    "max_episode_steps": " a keyword that it has (ale_py's: max_num_frames_per_episode), or",
+    "render_mode": "",
+}
 _VECTOR_HINT = "; a VectorEnv can only be collected from, with env_worker_mode='native'"
 
 

@@ -268,6 +268,8 @@ class Rollout:
             for index in env_ids.tolist():
                 if index not in began:
                     self._infos[index].append(slots.infos[index])
+                    if self._pool.silent_info_keys:
+                        self._pool.silent_info_keys.difference_update(slots.infos[index])
         raised = flags.tobytes()  # two bytes a row; looked through faster than by numpy
         found = raised.find(1)
         while found >= 0:

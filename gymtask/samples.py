@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from gymtask.collector import begin
 from gymtask.config import raise_if_any
 from gymtask.errors import ConfigurationError, HookError
 from gymtask.options import CollectOptions
-from gymtask.replay import MultiReplaySamples
+from gymtask.replay import EpisodeRecord, MultiReplaySamples
 from gymtask.states import Snapshot
 from gymtask.tape import Piece
 from gymtask.trajectory import (
@@ -55,6 +56,7 @@ def _iterate(
                 piece = collection.next_piece()
             if piece is None:
                 return
+            _warn_of_silent_keys(pool, collection.rollout.episodes, stacklevel=3)
             collection.rollout.episodes.clear()
             trajectory: TensorDictBase = _with_values(task, model, [piece], pool)
             if overrides(task, "postprocess_trajectory"):
@@ -84,6 +86,7 @@ def collect_samples(
                 collection.accept()
                 pieces.append(piece)
         pieces.sort(key=_place)
+        _warn_of_silent_keys(pool, rollout.episodes, stacklevel=4)
         samples = _postprocess(task, model, pieces, pool)
     except BaseException:
         # Rows that nobody was given are the next call's first.
@@ -94,6 +97,25 @@ def collect_samples(
     samples.episodes = sorted(rollout.episodes, key=lambda each: (each.env_id, each.trajectory_id))
     rollout.episodes = []
     return samples
+
+
+def _warn_of_silent_keys(
+    pool: WorkerPool, ended: Sequence[EpisodeRecord], *, stacklevel: int
+) -> None:
+    """Warns of info keys that nobody has ever given, once episodes have ended: typos, most likely.
+
+    Before that nothing is known, as some keys are only given at an episode's end.
+    """
+    if not ended or not pool.silent_info_keys:
+        return
+    silent = sorted(pool.silent_info_keys)
+    pool.silent_info_keys.clear()  # so that each is named once
+    warnings.warn(
+        f"`info_keys` must be keys of the info dicts that steps of {pool.workers[0].maker.name}"
+        f" give, got {silent}, which no step has given although episodes have ended; their columns"
+        ' under ("next", "info") hold no values. Environment.info shows what a step gives',
+        stacklevel=stacklevel,
+    )
 
 
 def _place(piece: Piece) -> tuple[int, int]:

@@ -152,7 +152,9 @@ class _Block:
 
     def __post_init__(self) -> None:
         self.rows = torch.from_numpy(self.data).unbind()
-        self.flat = self.data.reshape(-1, *self.data.shape[2:])
+        # Not -1, as an action may be an array of no numbers.
+        count = self.data.shape[0] * self.data.shape[1]
+        self.flat = self.data.reshape(count, *self.data.shape[2:])
         self.sure_of: Array | None = None
         self.sure_until = 0
 

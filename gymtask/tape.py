@@ -236,7 +236,8 @@ class _Part:
         return index
 
     def take(self, table: Array, index: Array) -> Array:
-        return table.reshape(-1, *table.shape[2:]).take(index, axis=0)
+        # Not -1, as a state may be an array of no numbers.
+        return table.reshape(table.shape[0] * table.shape[1], *table.shape[2:]).take(index, axis=0)
 
     def next_states(self, key: Key) -> Array:
         found = self.take(self.tape.states[key], self.index + self.tape.num_columns)

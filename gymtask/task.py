@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset
 
 from gymtask import clips, samples
 from gymtask.config import validate
-from gymtask.environment import Environment
+from gymtask.environment import Environment, warn_of_other_spaces
 from gymtask.errors import HookError
 from gymtask.hooks import ConfigT, ModelT, State, TaskHooks
 from gymtask.options import CollectOptions
@@ -52,7 +52,8 @@ class ReinforcementLearningTask(TaskHooks[ConfigT, ModelT]):
     Trajectories are TensorDicts [T] and batches TensorDicts [B, W] with the keys "observation",
     "action", whatever else `get_actions` and the `postprocess` hooks added, ("next",
     "observation"), ("next", "reward"), ("next", "terminated"), ("next", "truncated"), ("next",
-    "done"), "is_init", "step", "trajectory_id", "env_id".
+    "done"), "is_init", "step", "trajectory_id", "env_id". The README has a table of their shapes
+    and dtypes ("What a row holds").
 
     Attributes:
         config: The task's config.
@@ -74,6 +75,7 @@ class ReinforcementLearningTask(TaskHooks[ConfigT, ModelT]):
         self.config = config
         self.state = State()
         self._environment: Environment | None = None
+        self._has_compared_spaces = False
         self._num_clips = 0
         self.num_evaluations = 0
 
@@ -104,8 +106,20 @@ class ReinforcementLearningTask(TaskHooks[ConfigT, ModelT]):
         )
 
     def get_worker_pool(self, force_sync: bool = False) -> WorkerPool:
-        """Starts the workers."""
-        return WorkerPool.from_workers(self.get_environment_workers(force_sync))
+        """Starts the workers.
+
+        In native mode the id's own VectorEnv may have other spaces than a single environment of
+        that id (ALE's has); a warning says so, once.
+        """
+        pool = WorkerPool.from_workers(self.get_environment_workers(force_sync))
+        if pool.steps_together and not self._has_compared_spaces:
+            self._has_compared_spaces = True
+            try:
+                warn_of_other_spaces(pool)
+            except BaseException:  # where warnings are errors
+                pool.close()
+                raise
+        return pool
 
     # ---- collection ------------------------------------------------------------------------------
 
@@ -137,13 +151,15 @@ class ReinforcementLearningTask(TaskHooks[ConfigT, ModelT]):
             total_samples: Rows to step, exactly; None goes on for ever.
             min_trajectory_length: Pieces shorter than this are left out; their rows count.
             max_trajectory_length: Pieces are cut at this length; their episodes go on.
-            min_batch_size: Environments to wait for before the model acts.
+            min_batch_size: Environments to wait for before the model acts; all that still owe rows,
+                once they are fewer.
             max_batch_size: Environments that the model acts for at once, at most.
             max_wait_time: Seconds after which it acts for fewer than `min_batch_size`.
             optimal: Whether to act greedily.
             use_tqdm: Whether to show a progress bar.
             allocation: "equal" gives each environment the same number of rows, so that what is
-                collected does not depend on timing; with "first_come" whoever is ready goes on.
+                collected does not depend on timing; with "first_come" whoever is ready goes on,
+                and it does.
             whole_episodes: Whether begun episodes are finished and nothing is cut; `total_samples`
                 is then a lower bound.
 
@@ -185,7 +201,9 @@ class ReinforcementLearningTask(TaskHooks[ConfigT, ModelT]):
 
         `postprocess_trajectories` has seen them together. The result also holds `num_dropped`, the
         rows of pieces shorter than `min_trajectory_length`, and `episodes`, a record of each
-        episode that ended in this call.
+        episode that ended in this call. Keys, shapes and dtypes of rows: "What a row holds" in the
+        README. Towards the end, when fewer than `min_batch_size` environments still owe rows, the
+        model acts for those alone.
 
         Raises:
             ConfigurationError: An argument breaks its rule.

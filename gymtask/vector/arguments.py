@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -68,6 +69,17 @@ def checked_max_concurrency(limit: Any) -> int | None:
     if limit is not None and limit < 1:
         raise ConfigurationError(f"`max_concurrency` must be a positive or None, got {limit!r}")
     return None if limit is None else int(limit)
+
+
+def check_context(context: Any) -> None:
+    """Checks the name of a start method.
+
+    Raises:
+        ConfigurationError: This system has no such one.
+    """
+    known = multiprocessing.get_all_start_methods()
+    if context is not None and context not in known:
+        raise ConfigurationError(f"`context` must be one of {known} or None, got {context!r}")
 
 
 def checked_autoreset_mode(mode: Any) -> AutoresetMode:

@@ -22,12 +22,23 @@ from gymtask.workers.vector_stepper import Row
 
 CLOSE_LIMIT = 5.0  # seconds that environments get to close, unless `close` says otherwise
 WITH_ROWS = ("step", "reset")  # orders that are answered by rows
+PENDING = {  # what is waited for after an order
+    "step": AsyncState.WAITING_STEP,
+    "reset": AsyncState.WAITING_RESET,
+    "call": AsyncState.WAITING_CALL,
+    "set_attr": AsyncState.WAITING_CALL,
+}
 GATHER_LIMIT = 1.0  # seconds after a failure in which those of other workers are collected
 
 
 class CrewVectorEnv(AsyncVectorEnv[Any, Any]):
-    """An AsyncVectorEnv whose environments a `Crew` runs; without one, Gymnasium's own."""
+    """An AsyncVectorEnv whose environments a `Crew` runs; without one, Gymnasium's own.
 
+    Attributes:
+        close_limit: Seconds that environments get to close, unless `close` says otherwise; None: 5.
+    """
+
+    close_limit: float | None = None
     _crew: Crew | None = None
 
     def _attach(self, crew: Crew, batches: Batches) -> None:
@@ -59,6 +70,7 @@ class CrewVectorEnv(AsyncVectorEnv[Any, Any]):
                 self._observe()
 
     def _command(self, method: str, args: dict[int, Any], kwargs: Any = None) -> None:
+        """Gives an order, whose answers are then pending."""
         assert self._crew is not None
         self._rows = {}
         self._asked, self._by_pipe = method, True
@@ -68,8 +80,20 @@ class CrewVectorEnv(AsyncVectorEnv[Any, Any]):
             messages.append(cloudpickle.dumps((method, own, kwargs or {})))
         try:
             self._crew.command(messages)
+            self._state = PENDING[method]
         except Failure as failure:
             self._fail(failure)
+        except KeyboardInterrupt:
+            self._give_up()
+            raise
+
+    def _give_up(self) -> None:
+        """Kills the workers, as Ctrl-C struck where some know of an order and others do not.
+
+        Likewise where an answer may be lost, for which somebody would wait for ever.
+        """
+        self._state = AsyncState.DEFAULT
+        self._end(0.0)
 
     def _await(self, what: str, timeout: float | None) -> list[Any]:
         """Waits for what was asked for; gives the answers of all environments, if it was a call."""
@@ -96,18 +120,18 @@ class CrewVectorEnv(AsyncVectorEnv[Any, Any]):
             if not self._by_pipe:
                 return [] if self._finish_step(crew, timeout) else None
             answers = crew.wait_for_answers(-1.0 if timeout is None else max(timeout, 0.0))
+            if answers is None:
+                return None
+            listed = [answer for part in answers for answer in part]
+            if self._asked in WITH_ROWS:
+                for rows in listed:
+                    self._rows.update(rows)
         except Failure as failure:
             self._fail(failure)
         except KeyboardInterrupt:
-            if self._by_pipe:  # an answer may be lost, for which somebody would wait for ever
-                self.close(terminate=True)
+            if self._by_pipe:
+                self._give_up()
             raise
-        if answers is None:
-            return None
-        listed = [answer for part in answers for answer in part]
-        if self._asked in WITH_ROWS:
-            for rows in listed:
-                self._rows.update(rows)
         return listed
 
     def _observe(self) -> Any:
@@ -126,31 +150,56 @@ class CrewVectorEnv(AsyncVectorEnv[Any, Any]):
                 for _, rows in crew.accept(events):
                     self._rows.update(rows or {})
             except KeyboardInterrupt:  # in the wait it does no harm, but rows may be lost here
-                self.close(terminate=True)
+                self._give_up()
                 raise
         return True
 
     # ---- failures --------------------------------------------------------------------------------
 
     def _fail(self, failure: Failure) -> NoReturn:
-        """Closes all and raises what went wrong; what the other workers raised is logged too."""
-        died = isinstance(failure.error, WorkerDiedError)
-        failures = [failure] if died else self._others(failure)
-        self._state = AsyncState.DEFAULT
+        """Closes all and raises what went wrong; what the other workers raised is told too."""
         try:
-            if not died:
-                _log(failures)
-            self.close(timeout=0.0 if died else CLOSE_LIMIT)
-        except Exception as other:
-            failures[-1].error.add_note(
-                f"closing the vector environment then raised {type(other).__name__}: {other}"
+            last = self._summed_up(failure)
+        except KeyboardInterrupt:
+            self._give_up()
+            raise
+        error, cause = last.error, last.cause
+        try:
+            raise error from cause
+        finally:
+            # The failure refers to the exception, and the exception to the failure: as its context,
+            # and by its traceback, which keeps this frame. They would stay until a garbage
+            # collection, and the shared memory with them.
+            error.__context__ = None
+            del error, cause, last, failure
+
+    def _summed_up(self, failure: Failure) -> Failure:
+        """Closes all, and gives the last failure, whose exception tells of the others."""
+        died = isinstance(failure.error, WorkerDiedError)
+        *others, last = [failure] if died else self._others(failure)
+        self._state = AsyncState.DEFAULT
+        if not died:
+            _log([*others, last])
+        if last.env_id >= 0:
+            last.error.add_note(
+                f"raised by environment {last.env_id} of {self.num_envs}, in a worker process"
             )
-        error, env_id = failures[-1].error, failures[-1].env_id
-        if env_id >= 0:
-            error.add_note(
-                f"raised by environment {env_id} of {self.num_envs}, in a worker process"
-            )
-        raise error from failures[-1].cause
+        for other in [*others, *self._end(0.0 if died else self._limit())]:
+            who = "closing the vector environment then"
+            if other.env_id >= 0:
+                who = f"environment {other.env_id} also"
+            last.error.add_note(f"{who} raised {type(other.error).__name__}: {other.error}")
+        return last
+
+    def _limit(self) -> float:
+        return CLOSE_LIMIT if self.close_limit is None else self.close_limit
+
+    def _end(self, timeout: float) -> list[Failure]:
+        """Ends the workers, if it is open, and gives what went wrong meanwhile."""
+        if self._crew is None or self.closed:
+            return []
+        self.closed = True
+        return self._crew.close(timeout)
 
     def _others(self, first: Failure) -> list[Failure]:
         crew, failures = self._crew, [first]
@@ -165,7 +214,8 @@ class CrewVectorEnv(AsyncVectorEnv[Any, Any]):
                     crew.wait_for_answers(remaining)
                 break
             except Failure as failure:
-                failures.append(failure)
+                # Its traceback would keep this frame, and so the crew and the failure itself.
+                failures.append(failure.with_traceback(None))
                 crew.dismiss(failure.worker)
         return failures
 
@@ -188,7 +238,7 @@ class CrewVectorEnv(AsyncVectorEnv[Any, Any]):
 
         Args:
             timeout: Seconds that the environments get to finish what they do and to close, before
-                their workers are killed; None: 5.
+                their workers are killed; None: `close_limit`.
             terminate: Kills the workers at once.
 
         Raises:
@@ -197,7 +247,7 @@ class CrewVectorEnv(AsyncVectorEnv[Any, Any]):
         if self._crew is None:
             return super().close_extras(timeout, terminate)
         pending, self._state = self._state, AsyncState.DEFAULT
-        failures: list[BaseException] = []
+        failures: list[Failure] = []
         try:
             if pending != AsyncState.DEFAULT:
                 logger.warn(
@@ -205,11 +255,15 @@ class CrewVectorEnv(AsyncVectorEnv[Any, Any]):
                     " complete."
                 )
         finally:
-            limit = CLOSE_LIMIT if timeout is None else timeout
+            limit = self._limit() if timeout is None else timeout
             failures = self._crew.close(0.0 if terminate else limit)
         if failures:
-            failures[0].add_note("raised while the vector environment was closing")
-            raise failures[0]
+            error = failures[0].error
+            error.add_note("raised while the vector environment was closing")
+            try:
+                raise error
+            finally:
+                del error, failures  # as in `_fail`
 
 
 def _log(failures: Sequence[Failure]) -> None:

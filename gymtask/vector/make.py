@@ -53,7 +53,8 @@ def make_vec(
         **kwargs: Arguments of the environment.
 
     Returns:
-        The vector environment, whose `spec` can make it again.
+        The vector environment. `gymtask.make_vec(envs.spec)` makes it again; `gymnasium.make_vec`
+        does not know the modes "process" and "thread".
 
     Raises:
         ConfigurationError: A value breaks its rule.

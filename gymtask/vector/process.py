@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from gymnasium.vector.utils import clear_mpi_env_vars, iterate
 from gymtask.errors import ConfigurationError
 from gymtask.maker import EnvironmentMaker
 from gymtask.vector.arguments import (
+    check_context,
     checked_autoreset_mode,
     checked_makers,
     checked_max_concurrency,
@@ -109,7 +109,7 @@ class ProcessVectorEnv(CrewVectorEnv):
                 "`env_fns` must go to gymnasium.vector.AsyncVectorEnv or SyncVectorEnv on this"
                 " system: ProcessVectorEnv needs Linux"
             )
-        multiprocessing.get_context(context)  # raises for what is none
+        check_context(context)
         self.env_fns, self.copy, self.context, self.daemon = env_fns, copy, context, daemon
         self.worker, self.observation_mode = worker, observation_mode  # type: ignore[assignment]
         self.autoreset_mode, self.max_concurrency = mode, limit
@@ -173,10 +173,14 @@ class ProcessVectorEnv(CrewVectorEnv):
             self._command("step", dict(enumerate(listed)))
         else:
             self._asked = "step"
-            for handle in crew.handles:
-                handle.queued = handle.env_ids
-            crew.begin(crew.handles)
-        self._state = AsyncState.WAITING_STEP
+            try:
+                for handle in crew.handles:
+                    handle.queued = handle.env_ids
+                crew.begin(crew.handles)
+                self._state = AsyncState.WAITING_STEP
+            except KeyboardInterrupt:
+                self._give_up()
+                raise
 
     def _listed_actions(self, actions: Any) -> list[Any]:
         listed = list(iterate(self.action_space, actions))
@@ -234,7 +238,6 @@ class ProcessVectorEnv(CrewVectorEnv):
         rest, asked = split_options(options, self.num_envs)
         self._begin("reset_async")
         self._command("reset", {index: (seeds[index], rest) for index in asked})
-        self._state = AsyncState.WAITING_RESET
 
     def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
         """Waits for the resets and gives the first observations, and infos.
@@ -269,7 +272,6 @@ class ProcessVectorEnv(CrewVectorEnv):
         if name in NOT_BY_CALL:
             raise ConfigurationError(f"`name` must not be {name!r}; call it directly")
         self._command("call", dict.fromkeys(range(self.num_envs), (name, *args)), kwargs)
-        self._state = AsyncState.WAITING_CALL
 
     def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
         """Waits for the calls and gives N results.
@@ -300,5 +302,4 @@ class ProcessVectorEnv(CrewVectorEnv):
         listed = listed_values(values, self.num_envs)
         self._begin("set_attr")
         self._command("set_attr", {i: (name, value) for i, value in enumerate(listed)})
-        self._state = AsyncState.WAITING_CALL
         self._await("call", None)

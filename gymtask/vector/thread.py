@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -24,6 +27,7 @@ from gymtask.vector.arguments import (
     split_options,
 )
 from gymtask.vector.rows import Batches
+from gymtask.workers.copies import copied_numbers
 from gymtask.workers.vector_stepper import Row, VectorProgram, VectorStepper
 
 CLOSE_LIMIT = 5.0  # seconds that threads get to finish
@@ -35,7 +39,12 @@ class ThreadVectorEnv(SyncVectorEnv[Any, Any]):
 
     It pays where environments let go of the interpreter's lock. An environment is made, stepped,
     called and closed in its own thread.
+
+    Attributes:
+        close_limit: Seconds that environments get to close, unless `close` says otherwise; None: 5.
     """
+
+    close_limit: float | None = None
 
     def __init__(
         self,
@@ -73,12 +82,13 @@ class ThreadVectorEnv(SyncVectorEnv[Any, Any]):
         try:
             super().__init__(made, copy, observation_mode, mode)
         except BaseException:
-            self._stop(0.0)
+            self._stop()
             raise
         self.env_fns = env_fns
         self._lay_out(parts)
 
-    def _lay_out(self, parts: Sequence[Sequence[int]]) -> None:
+    def _lay_out(self, parts: Sequence[list[int]]) -> None:
+        self._parts = parts
         program = VectorProgram(
             makers={},
             observation_space=self.single_observation_space,
@@ -91,15 +101,38 @@ class ThreadVectorEnv(SyncVectorEnv[Any, Any]):
         slots, _ = program.lay_out(memoryview(bytearray(max(program.nbytes, 1))))
         self._batches = Batches(program, slots)
         for env_ids in parts:
-            stepper = VectorStepper(program, slots, None)
+            # With others beside it, who may share what it gives, and be stepped before it is read.
+            keep = copied_numbers if self.num_envs > 1 else None
+            stepper = VectorStepper(program, slots, None, keep)
             stepper.envs = {index: self.envs[index] for index in env_ids}
             self._steppers.append(stepper)
 
-    def _do(self, jobs: Sequence[Job]) -> list[Any]:
-        """Does one job in each thread."""
+    def _begin(self, jobs: Sequence[Job]) -> None:
+        """Gives each thread a job."""
         for thread, job in zip(self._threads, jobs, strict=True):
             thread.begin(job)
-        return _all([thread.end for thread in self._threads])
+
+    def _end(self, deadline: float = math.inf) -> list[Any]:
+        """The answers of all threads; who has not answered by the deadline is left out.
+
+        The first exception is raised when all have answered, with what the others raised.
+        """
+        answers, failures = [], []
+        for thread, stepper in zip(self._threads, self._steppers, strict=True):
+            try:
+                answers.append(thread.end(deadline))
+            except Empty:
+                continue
+            except Exception as error:
+                failures.append((stepper.current, error))
+        try:
+            if failures:
+                raise _summed_up(failures)
+            return answers
+        finally:
+            # The traceback keeps this frame. Kept by it in turn, the exceptions would stay until a
+            # garbage collection.
+            failures.clear()
 
     def _run(self, method: str, args: Mapping[int, Any], **kwargs: Any) -> list[Any]:
         """Runs a method of the steppers on all their environments."""
@@ -107,13 +140,13 @@ class ThreadVectorEnv(SyncVectorEnv[Any, Any]):
             raise ClosedEnvironmentError(
                 f"Trying to operate on `{type(self).__name__}`, after a call to `close()`."
             )
-        answers = self._do(
+        self._begin(
             [
                 partial(stepper.run, method, list(stepper.envs), args, kwargs)
                 for stepper in self._steppers
             ]
         )
-        return [part for answer in answers for part in answer]
+        return [part for answer in self._end() for part in answer]
 
     def reset(
         self,
@@ -192,18 +225,45 @@ class ThreadVectorEnv(SyncVectorEnv[Any, Any]):
         listed = listed_values(values, self.num_envs)
         self._run("set_attr", {i: (name, value) for i, value in enumerate(listed)})
 
-    def close_extras(self, **kwargs: Any) -> None:
-        """Closes the environments and ends the threads; one that is stuck is abandoned."""
-        try:
-            self._do([stepper.close for stepper in self._steppers])
-        finally:
-            self._stop(CLOSE_LIMIT)
+    def close_extras(self, timeout: float | None = None, **kwargs: Any) -> None:
+        """Closes the environments and ends the threads.
 
-    def _stop(self, timeout: float) -> None:
+        Args:
+            timeout: Seconds that the environments get to finish what they do and to close, before
+                their threads are abandoned; None: `close_limit`.
+            **kwargs: Are ignored.
+        """
+        limit = CLOSE_LIMIT if self.close_limit is None else self.close_limit
+        limit = limit if timeout is None else timeout
+        deadline = time.monotonic() + limit
+        self.closed = True  # whatever comes now, the threads end
+        for stepper in self._steppers:
+            stepper.current = -1  # it may tell of a step that failed, and closing is none
+        self._begin([stepper.close for stepper in self._steppers])
+        self._stop()
+        try:
+            self._end(deadline)
+        finally:
+            self._abandon(deadline, limit)
+
+    def _stop(self) -> None:
+        """Ends the threads after the jobs that they have."""
         for thread in self._threads:
             thread.jobs.put(None)
+
+    def _abandon(self, deadline: float, limit: float) -> None:
+        """Waits for the threads until the deadline, and names what is left of them."""
         for thread in self._threads:
-            thread.join(timeout)
+            thread.join(max(0.0, deadline - time.monotonic()))
+        pairs = zip(self._threads, self._parts, strict=True)
+        stuck = [env_ids for thread, env_ids in pairs if thread.is_alive()]
+        if stuck:
+            warnings.warn(
+                f"{len(stuck)} worker threads did not finish within {limit} s and were abandoned,"
+                f" with environments {stuck}",
+                ResourceWarning,
+                stacklevel=4,
+            )
 
 
 class _Thread(threading.Thread):
@@ -229,15 +289,23 @@ class _Thread(threading.Thread):
         self._number += 1
         self.jobs.put((self._number, job))
 
-    def end(self) -> Any:
-        """The answer to the last job, or its exception."""
+    def end(self, deadline: float = math.inf) -> Any:
+        """The answer to the last job, or its exception.
+
+        Raises:
+            queue.Empty: There is none by the deadline.
+        """
         # After Ctrl-C while somebody waited, that answer comes first, and is of no use any more.
         number = 0
         while number != self._number:
-            number, answer, error = self._answers.get()
-        if error is not None:
-            raise error
-        return answer
+            left = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
+            number, answer, error = self._answers.get(timeout=left)
+        try:
+            if error is not None:
+                raise error
+            return answer
+        finally:
+            del error  # as in `ThreadVectorEnv._end`
 
     def do(self, job: Job) -> Any:
         """Does a job and waits for it."""
@@ -245,14 +313,10 @@ class _Thread(threading.Thread):
         return self.end()
 
 
-def _all(ends: Sequence[Callable[[], Any]]) -> list[Any]:
-    """The answers of all; the first exception is raised when all have answered."""
-    answers, failures = [], []
-    for end in ends:
-        try:
-            answers.append(end())
-        except Exception as error:
-            failures.append(error)
-    if failures:
-        raise failures[0]
-    return answers
+def _summed_up(failures: Sequence[tuple[int, Exception]]) -> Exception:
+    """The first exception, with what other environments raised."""
+    (_, first), *others = failures
+    for env_id, other in others:
+        who = f"environment {env_id}" if env_id >= 0 else "another environment"
+        first.add_note(f"{who} also raised {type(other).__name__}: {other}")
+    return first

@@ -32,7 +32,7 @@ from gymtask.workers.handle import (
 from gymtask.workers.launch import server
 from gymtask.workers.spreading import Spreader, make_getcpu
 from gymtask.workers.waiting import Events, Waiter, num_cores
-from gymtask.workers.worker_main import STEP_ALL, STEP_SOME, Control, unpack_exception
+from gymtask.workers.worker_main import STEP_ALL, STEP_SOME, Control
 
 LOOK_AROUND = 0.2  # seconds of waiting for one worker, until the others are looked at
 CLOSE = pickle.dumps(("close", {}, {}))
@@ -251,7 +251,11 @@ class Crew:
     @property
     def is_stepping(self) -> bool:
         """Whether a worker has not finished its step."""
-        return any(handle.running for handle in self.handles)
+        # No generator: Ctrl-C that strikes as one is thrown away is lost.
+        for handle in self.handles:  # noqa: SIM110
+            if handle.running:
+                return True
+        return False
 
     # ---- failures and the end --------------------------------------------------------------------
 
@@ -291,14 +295,15 @@ class Crew:
             for descriptor in (handle.done, handle.pipe.fileno(), handle.process.sentinel):
                 self._waiter.ignore(descriptor)
 
-    def close(self, timeout: float) -> list[BaseException]:
+    def close(self, timeout: float) -> list[Failure]:
         """Ends all workers; those that have not closed after `timeout` seconds are killed.
 
         Returns:
-            What closing the environments raised.
+            What went wrong meanwhile: in calls that were under way, or with -1 as its environment
+            in closing them.
         """
         deadline = time.monotonic() + timeout
-        failures: list[BaseException] = []
+        failures: list[Failure] = []
         try:
             if timeout > 0:
                 for handle in self.handles:
@@ -316,18 +321,20 @@ def _ask_to_close(handle: Handle) -> None:
         return
 
 
-def _wait_for_exit(handles: list[Handle], deadline: float, failures: list[BaseException]) -> None:
-    """Waits until all have ended or the deadline is past; collects what closing raised."""
+def _wait_for_exit(handles: list[Handle], deadline: float, failures: list[Failure]) -> None:
+    """Waits until all have ended or the deadline is past; collects what went wrong."""
     waiting: dict[Any, Handle] = {handle.process.sentinel: handle for handle in handles}
     # Their pipes too: a worker may be sending something that nobody waits for any more.
     pipes: dict[Any, Handle] = {handle.pipe: handle for handle in handles}
     while waiting and (remaining := deadline - time.monotonic()) > 0:
         for source in wait([*waiting, *pipes], remaining):
             handle = waiting.pop(source, None) or pipes.pop(source, None)
-            messages = [] if handle is None else left_over(handle.pipe)
-            if handle is not None and messages:  # else nothing comes any more
+            if handle is None:
+                continue
+            messages = left_over(handle.pipe)
+            if messages:  # else nothing comes any more
                 pipes[handle.pipe] = handle
-            failures += [unpack_exception(body[0]) for kind, body in messages if kind == "failure"]
+            failures += [failure_of(handle, *body) for kind, body in messages if kind == "failure"]
 
 
 def _kill_all(handles: list[Handle], waiter: Waiter) -> None:

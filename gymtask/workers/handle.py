@@ -161,11 +161,11 @@ def how_it_ended(code: int | None) -> str:
 
 
 def left_over(pipe: Connection) -> list[tuple[str, Any]]:
-    """Messages that can be read without waiting."""
+    """Messages that can be read without waiting, up to the first that cannot be read."""
     messages = []
     try:
         while pipe.poll():
             messages.append(pickle.loads(pipe.recv_bytes()))
-    except (EOFError, OSError):  # that was the last
+    except Exception:  # the end of the pipe; or its class is not known here, or not all came
         return messages
     return messages

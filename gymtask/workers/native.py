@@ -13,13 +13,12 @@ next observation, and an episode that ended is followed by the next one.
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import numpy as np
-from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from typing_extensions import override
 
 from gymtask.errors import (
@@ -29,12 +28,13 @@ from gymtask.errors import (
     PoolStateError,
 )
 from gymtask.workers.arguments import check_limits
-from gymtask.workers.layout import Array, Space, castable, children, flatten, make_writer, nest
-from gymtask.workers.pool import WorkerPool
+from gymtask.workers.layout import Array, castable, flatten, make_writer, nest
+from gymtask.workers.pool import Failures, WorkerPool
 from gymtask.workers.slots import Slots
+from gymtask.workers.vector_answers import autoreset_mode, info_of_environment, of_environment
+from gymtask.workers.vector_closing import AnyVectorEnv, close_vector_env
 from gymtask.workers.worker import BaseEnvironmentWorker, Steps, take_rows
 
-AnyVectorEnv = VectorEnv[Any, Any, Any]
 _NOBODY: Array = np.empty(0, np.int64)
 
 
@@ -56,6 +56,7 @@ class NativePool(WorkerPool):
         self._write_final = make_writer(self.observation_space, slots.final_observation)
         self._info_keys = workers[0].maker.info_keys
         self._warned = False
+        self._broken_off = False  # whether a call of the VectorEnv was, anywhere
         self._posted: Array = np.zeros(num_envs, bool)
         # NEXT_STEP: whose episode ended with the last step, so that the next one resets them.
         self._held: Array = _NOBODY
@@ -72,7 +73,7 @@ class NativePool(WorkerPool):
         try:
             return cls(workers, env)
         except BaseException:
-            env.close()
+            close_vector_env(env, worker.cleanup_time)
             raise
 
     # ---- stepping --------------------------------------------------------------------------------
@@ -95,10 +96,13 @@ class NativePool(WorkerPool):
             self._posted[:] = False
             self.num_pending, self.began = 0, None
             return _NOBODY
-        self.began = self._held if len(self._held) else None
-        self._posted[:] = False
-        self.num_pending = 0
-        self._step()
+        try:
+            self.began = self._held if len(self._held) else None
+            self._posted[:] = False
+            self.num_pending = 0
+            self._step()
+        except KeyboardInterrupt as error:  # whether the step was made is not known
+            self._give_up(error)
         return self.all_ids
 
     @override
@@ -135,6 +139,12 @@ class NativePool(WorkerPool):
 
     def _step_holding(self) -> None:
         """Makes a step; the row of an episode's end is ready when what follows it is known."""
+        try:
+            self._step_beside_held()
+        except KeyboardInterrupt as error:  # rows that are held may be gone
+            self._give_up(error)
+
+    def _step_beside_held(self) -> None:
         slots, held = self.slots, self._held
         kept = slots.reward[held], slots.flags[held], [slots.infos[index] for index in held]
         self._posted[:] = False
@@ -219,7 +229,8 @@ class NativePool(WorkerPool):
     def _read_finals(self, ended: Array, infos: dict[str, Any]) -> None:
         finals = infos.get("final_obs", infos.get("final_observation"))
         given = infos.get("_final_obs", infos.get("_final_observation"))
-        if finals is None or (given is not None and not np.all(np.asarray(given)[ended])):
+        mask = np.asarray(True if given is None else given)
+        if finals is None or not (mask[ended] if mask.ndim else mask).all():
             raise ObservationError(
                 f"{self._env} must give the final observation of each episode in"
                 " infos['final_obs'], as its autoreset mode is SAME_STEP, got"
@@ -227,7 +238,14 @@ class NativePool(WorkerPool):
                 " use another autoreset mode"
             )
         for index in ended.tolist():
-            self._write_final(index, _of_environment(self.observation_space, finals, index))
+            try:
+                final = of_environment(self.observation_space, finals, index)
+            except (LookupError, TypeError) as error:
+                raise ObservationError(
+                    f"infos['final_obs'] of {self._env} must hold one observation for each of"
+                    f" {self.num_envs} environments, got {finals!r:.200}"
+                ) from error
+            self._write_final(index, final)
         if not self._warned and self._look_overwritten(ended):
             self._warned = True
             warnings.warn(
@@ -253,7 +271,7 @@ class NativePool(WorkerPool):
             if ended[index] and self._mode is AutoresetMode.SAME_STEP:
                 source = infos.get("final_info", {})  # the rest is of the next episode's reset
             found = {
-                key: _info_of_environment(source, key, index, self.num_envs)
+                key: info_of_environment(source, key, index, self.num_envs)
                 for key in self._info_keys
             }
             self.slots.infos[index] = {
@@ -310,66 +328,39 @@ class NativePool(WorkerPool):
         with warnings.catch_warnings():
             if not self.was_reset and first == self.seed:  # it was made with this seed, if it could
                 warnings.filterwarnings("ignore", "EnvPool seeds are fixed")
-            observation, _ = self._env.reset(seed=seed)
+            observation, infos = self._env.reset(seed=seed)
+        self._check_reset_infos(infos)
         self._write(observation)
         self.slots.reward[:], self.slots.flags[:] = 0.0, False
         self._held, self.began = _NOBODY, None
 
+    def _check_reset_infos(self, infos: dict[str, Any]) -> None:
+        """Refuses an environment whose reset gives what SAME_STEP gives at an episode's end.
+
+        Of the two, an AsyncVectorEnv or a SyncVectorEnv keeps that of the reset.
+        """
+        merged = isinstance(self._env.unwrapped, (SyncVectorEnv, AsyncVectorEnv))
+        if not merged or self._mode is not AutoresetMode.SAME_STEP:
+            return
+        for key in ("final_obs", "final_info")[: 2 if self._info_keys else 1]:
+            if key in infos:
+                raise ObservationError(
+                    f"the info of reset() in {self._env} must not hold {key!r}, which would take"
+                    " the place of what an episode ended with, as its autoreset mode is SAME_STEP,"
+                    f" got {infos[key]!r:.80}; use another autoreset mode"
+                )
+
     @override
-    def _close(self, timeout: float) -> None:
-        self._env.close()
+    def _fail(
+        self, error: BaseException, env_id: int, cause: BaseException | None = None
+    ) -> NoReturn:
+        self._broken_off = not isinstance(error, Exception)  # Ctrl-C strikes anywhere
+        try:
+            super()._fail(error, env_id, cause)
+        finally:
+            del error, cause  # see there
 
-
-def autoreset_mode(env: AnyVectorEnv) -> AutoresetMode:
-    """How a VectorEnv begins the next episode.
-
-    That is what its attribute of that name says, or its metadata, as an `AutoresetMode` or the
-    value of one.
-
-    Raises:
-        ConfigurationError: Neither says.
-    """
-    # The attribute first: metadata is often one dict for all of a class, and some write into it.
-    declared = [getattr(env.unwrapped, "autoreset_mode", None)]
-    if env.metadata is not VectorEnv.metadata:
-        declared.append((env.metadata or {}).get("autoreset_mode"))
-    for each in declared:
-        for mode in AutoresetMode:
-            if each in (mode, mode.value, mode.name):
-                return mode
-    known = [mode.value for mode in AutoresetMode]
-    raise ConfigurationError(
-        f"`metadata['autoreset_mode']` of {env} must be one of {known}, got {declared[-1]!r}; the"
-        " rows at the ends of episodes cannot be told apart without it"
-    )
-
-
-def _of_environment(space: Space, batch: Any, index: int) -> Any:
-    """The value of one environment in a batch of them, or in an array of objects, one for each."""
-    if isinstance(batch, (list, tuple)) and len(batch) > index and children(space) is None:
-        return batch[index]
-    if isinstance(batch, np.ndarray) and batch.dtype == object:
-        return batch[index]
-    if children(space) is None:
-        return np.asarray(batch)[index]
-    return nest(space, [np.asarray(leaf)[index] for leaf in flatten(space, batch)])
-
-
-def _info_of_environment(infos: dict[str, Any], key: str, index: int, num_envs: int) -> Any:
-    """What `infos` say of one environment under a key, None for nothing.
-
-    Without a mask it counts for all environments.
-    """
-    value, mask = infos.get(key), infos.get(f"_{key}")
-    if value is None or (mask is not None and not mask[index]):
-        return None
-    if isinstance(value, dict):
-        parts = {name for name in value if not (name.startswith("_") and name[1:] in value)}
-        return {
-            name: _info_of_environment(value, name, index, num_envs)
-            for name in value
-            if name in parts
-        }
-    if isinstance(value, (np.ndarray, list, tuple)) and len(value) == num_envs:
-        value = value[index]
-    return copy.deepcopy(value)
+    @override
+    def _close(self, timeout: float) -> Failures:
+        close_vector_env(self._env, timeout, broken_off=self._broken_off)
+        return []

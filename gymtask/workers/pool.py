@@ -10,7 +10,7 @@ import importlib
 from abc import abstractmethod
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn, Self, TypeAlias
 
 import numpy as np
 
@@ -31,6 +31,8 @@ from gymtask.workers.queue import StepQueue
 from gymtask.workers.slots import Slots
 from gymtask.workers.worker import BaseEnvironmentWorker, Steps, spaces_of, take_rows
 
+Failures: TypeAlias = "list[tuple[int, BaseException]]"
+
 _POOLS = {
     "sync": "gymtask.workers.sync:SyncPool",
     "thread": "gymtask.workers.thread:ThreadPool",
@@ -50,23 +52,35 @@ class WorkerPool(StepQueue):
             pool.send(policy(steps.observation), steps.env_ids)
             steps = pool.recv(min_envs=1, max_envs=None, timeout=None)
 
+    Actions are in the environment's own units here: those of a Discrete space count from its
+    `start`, not from 0 as what `get_actions` returns.
+
     Attributes:
+        num_envs: N.
         observation_space: The space of one environment.
         action_space: The space of one environment.
         seed: Seed of the first worker; environment i is first reset with its worker's seed + i.
         run_step: int64 [N], steps of each environment in the run.
         episode: int64 [N], episodes that each environment began before its present one; -1 before
             the first.
-        reset_seeds: Seeds of the first reset, where they are not `seed + i`.
+        num_pending: Environments that were sent an action whose row was not given yet.
         was_reset: Whether the pool was reset at least once.
-        memory: What the collector keeps between two collections; dropped by `reset`.
-        noise: The action noise, made by the collector from `noise_key`.
+        closed: Whether it is closed.
+        workers: What it was started from.
+        steps_together: Whether a step is one of all environments, as in native mode.
+        reset_seeds: Seeds of the first reset, where they are not `seed + i`; may be set before it.
+        interrupt: Asked while waiting; True ends the wait with
+            `gymtask.errors.CollectionInterrupted`.
+        memory: The collector's own, as all that follow: what it keeps between two collections;
+            dropped by `reset`.
+        noise: The action noise, made from `noise_key`.
         noise_key: (seed, purpose, count) of the action noise.
         cursor: The environment whose turn it is to give a row more than others.
-        steps_together: Whether a step is one of all environments.
-        num_handed_out: Rows that the collector handed out, if so.
+        num_handed_out: Rows that were handed out, where all step together.
         began: Of the environments that `take` gave, those whose step was no transition but began an
             episode, int64 [n]; None where there are none.
+        silent_info_keys: Info keys that no step has given yet.
+        slots: The memory that rows lie in.
     """
 
     steps_together = False
@@ -88,6 +102,7 @@ class WorkerPool(StepQueue):
         self.cursor = 0
         self.began: Array | None = None
         self.num_handed_out = 0
+        self.silent_info_keys = set(workers[0].maker.info_keys)
         self.was_reset = False
 
     @staticmethod
@@ -234,10 +249,23 @@ class WorkerPool(StepQueue):
             timeout: Seconds that environments get to close before their workers are killed; None:
                 the config's `env_cleanup_time`.
         """
-        if not self.closed:
-            self.closed = True
-            self.memory = None  # it refers to the pool, which would keep both until some collection
-            self._close(self.cleanup_time if timeout is None else timeout)
+        if failures := self._end(timeout):
+            env_id, error = failures[0]
+            error.add_note("raised while the pool was closing")
+            if env_id >= 0:
+                error.add_note(self._raised_by(env_id))
+            try:
+                raise error
+            finally:
+                del error, failures  # as in `_fail`
+
+    def _end(self, timeout: float | None = None) -> Failures:
+        """Closes the pool, if it is open, and gives what environments raised meanwhile."""
+        if self.closed:
+            return []
+        self.closed = True
+        self.memory = None  # it refers to the pool, which would keep both until some collection
+        return self._close(self.cleanup_time if timeout is None else timeout)
 
     @property
     def num_samples(self) -> int:
@@ -293,33 +321,51 @@ class WorkerPool(StepQueue):
         """Runs a method on every environment, with its own arguments, and gives the N results."""
 
     @abstractmethod
-    def _close(self, timeout: float) -> None:
-        """Ends all workers within `timeout` + 1 seconds."""
+    def _close(self, timeout: float) -> Failures:
+        """Ends all workers within `timeout` + 1 seconds.
+
+        Returns:
+            What environments raised in calls that were under way, and closing them, with -1; where
+            all are in one worker, the latter may be raised instead.
+        """
 
     def _fail(
         self, error: BaseException, env_id: int, cause: BaseException | None = None
     ) -> NoReturn:
         """Closes the pool, so that the others stop, and raises what environment `env_id` raised."""
         if env_id >= 0:
-            error.add_note(
-                f"raised by environment {env_id} of {self.num_envs}, in {self.workers[0].mode} mode"
-            )
+            error.add_note(self._raised_by(env_id))
         try:
-            self.close()
-        except Exception as other:
-            error.add_note(f"closing the pool then raised {type(other).__name__}: {other}")
-        if cause is None:
-            raise error  # with the cause that it has
-        raise error from cause
+            failures = self._end()
+        except Exception as raised:
+            failures = [(-1, raised)]
+        _add_notes(error, failures)
+        try:
+            if cause is None:
+                raise error  # with the cause that it has
+            raise error from cause
+        finally:
+            # The exception's traceback keeps this frame. Kept by it in turn, it would stay until a
+            # garbage collection, and the pool's memory with it.
+            del error, cause, failures
+
+    def _give_up(self, error: KeyboardInterrupt) -> NoReturn:
+        try:
+            self._fail(error, -1)
+        finally:
+            del error  # as in `_fail`
+
+    def _raised_by(self, env_id: int) -> str:
+        return f"raised by environment {env_id} of {self.num_envs}, in {self.workers[0].mode} mode"
 
     def _on_all(
         self, method: str, args: Sequence[tuple[Any, ...]], kwargs: dict[str, Any] | None = None
     ) -> list[Any]:
         try:
             return self._run(method, args, kwargs)
-        except KeyboardInterrupt:
-            self.close()  # answers are on their way that must not be read as those of a later call
-            raise
+        except KeyboardInterrupt as error:
+            # Answers are on their way that must not be read as those of a later call.
+            self._give_up(error)
 
     def _check_interrupt(self) -> None:
         """Closes the pool and raises, if it was asked to stop during something else than a step."""
@@ -334,3 +380,10 @@ class WorkerPool(StepQueue):
                 f"cannot {call} while actions of environments"
                 f" {np.flatnonzero(self._is_pending()).tolist()} are pending; call recv() first"
             )
+
+
+def _add_notes(error: BaseException, failures: Failures) -> None:
+    """Tells of what else went wrong."""
+    for env_id, other in failures:
+        who = f"environment {env_id} also" if env_id >= 0 else "closing the pool then"
+        error.add_note(f"{who} raised {type(other).__name__}: {other}")

@@ -13,7 +13,7 @@ from gymtask.workers.handle import Failure
 from gymtask.workers.info_cells import CELL, InfoCells
 from gymtask.workers.layout import Array, Space
 from gymtask.workers.linger import Linger
-from gymtask.workers.pool import WorkerPool
+from gymtask.workers.pool import Failures, WorkerPool
 from gymtask.workers.queue import WAIT_SLICE
 from gymtask.workers.registry import pickle_registry
 from gymtask.workers.slots import Slots
@@ -100,9 +100,8 @@ class ProcessPool(WorkerPool):
                     self._read_infos(env_ids, infos)
         except Failure as failure:
             self._raise(failure)
-        except KeyboardInterrupt:  # a reply may be lost, for which somebody would wait for ever
-            self.close()
-            raise
+        except KeyboardInterrupt as error:  # a reply may be lost, and waited for for ever
+            self._give_up(error)
 
     def _spread(self) -> float:
         ends = [handle.ended[0] for handle in self._handles]
@@ -129,13 +128,23 @@ class ProcessPool(WorkerPool):
         return [result for answer in answers for result in answer]
 
     def _raise(self, failure: Failure) -> NoReturn:
-        if isinstance(failure.error, WorkerDiedError):  # the others may be in any state
-            self.close(0.0)
-            raise failure.error from None
-        self._fail(failure.error, failure.env_id, failure.cause)
+        error = failure.error
+        try:
+            if isinstance(error, WorkerDiedError):  # the others may be in any state
+                self.close(0.0)
+                raise error from None
+            self._fail(error, failure.env_id, failure.cause)
+        finally:
+            error.__context__ = None  # the failure, which refers to it
+            del error, failure  # as in `_fail`
 
-    def _close(self, timeout: float) -> None:
-        failures = self._crew.close(timeout)
-        if failures:
-            failures[0].add_note("raised while the pool was closing")
-            raise failures[0]
+    def _give_up(self, error: KeyboardInterrupt) -> NoReturn:
+        # Nobody is asked to close: a message may be read or written by half.
+        self.close(0.0)
+        try:
+            raise error
+        finally:
+            del error  # as in `_fail`
+
+    def _close(self, timeout: float) -> Failures:
+        return [(failure.env_id, failure.error) for failure in self._crew.close(timeout)]

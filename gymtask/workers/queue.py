@@ -19,7 +19,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -73,11 +73,14 @@ class StepQueue(ABC):
         """Starts a step in `env_ids`, whose actions lie in the slots."""
         if self.closed:
             self._require_open()
-        if env_ids is not self.all_ids:
-            self._is_pending()[self.blocks.get(id(env_ids), env_ids)] = True
-        self.num_pending += len(env_ids)
-        self.num_posted += len(env_ids)
-        self._post(env_ids)
+        try:
+            if env_ids is not self.all_ids:
+                self._is_pending()[self.blocks.get(id(env_ids), env_ids)] = True
+            self.num_pending += len(env_ids)
+            self.num_posted += len(env_ids)
+            self._post(env_ids)
+        except KeyboardInterrupt as error:  # who was not told would be waited for for ever
+            self._give_up(error)
 
     def take(
         self, min_envs: int, max_envs: int, timeout: float | None = None, spare: float = 0.0
@@ -106,9 +109,10 @@ class StepQueue(ABC):
         # Whoever has finished joins; with nobody ready there is nothing to give before somebody is.
         num_ready = -1 if self._ready else 0
         for_all = timeout is None and min_envs >= self.num_pending
-        linger = self._linger if spare and max_envs >= self.num_pending and not for_all else None
+        may_linger = spare and max_envs >= self.num_pending and not for_all and timeout != 0.0
+        linger = self._linger if may_linger else None
         if linger is not None and linger.is_wanted():
-            self._wait_for_all(spare, linger)
+            self._wait_for_all(spare, linger, WAIT_SLICE if timeout is None else timeout)
         else:
             self._wait(WAIT_SLICE if num_ready == 0 else 0.0, for_all)
         if len(self._ready) == self.num_envs <= max_envs:
@@ -128,13 +132,15 @@ class StepQueue(ABC):
         return self._pop(max_envs)
 
     def _pop(self, max_envs: int) -> Array:
-        ready, self._ready = self._ready[:max_envs], self._ready[max_envs:]
+        ready, rest = self._ready[:max_envs], self._ready[max_envs:]
         ids: Array = self._group_of[ready[0]]
         block: Any = self.blocks[id(ids)]
         if ready != list(range(block.start, block.stop)):  # not just all of one worker
             block = ids = np.array(sorted(ready), np.int64)
-        self._is_pending()[block] = False
-        self.num_pending -= len(ids)
+        pending, left = self._is_pending(), self.num_pending - len(ids)
+        # No call among these, so that Ctrl-C cannot come between them.
+        pending[block] = False
+        self._ready, self.num_pending = rest, left
         return ids
 
     def _is_pending(self) -> Array:
@@ -143,9 +149,11 @@ class StepQueue(ABC):
             self._pending[:] = self.num_pending > 0
         return self._pending
 
-    def _wait_for_all(self, spare: float, linger: Linger) -> None:
+    def _wait_for_all(self, spare: float, linger: Linger, limit: float) -> None:
+        """Waits for all, as long as that may pay, and for `limit` and `WAIT_SLICE` at most."""
         began = time.perf_counter()
-        self._wait(spare + (0.0 if self._ready else 2 * linger.usual), for_all=True)
+        patience = spare + (0.0 if self._ready else 2 * linger.usual)
+        self._wait(min(patience, limit, WAIT_SLICE), for_all=True)
         paid = len(self._ready) == self.num_pending and self._spread() <= spare
         linger.learn(paid, time.perf_counter() - began)
 
@@ -165,6 +173,10 @@ class StepQueue(ABC):
 
         That the list is in the order in which they came is what first come, first served rests on.
         """
+
+    @abstractmethod
+    def _give_up(self, error: KeyboardInterrupt) -> NoReturn:
+        """Closes the pool and raises Ctrl-C, which struck where an order or a row may be lost."""
 
     def _require_open(self) -> None:
         if self.closed:

@@ -16,6 +16,7 @@ import numpy as np
 
 from gymtask.errors import ConfigurationError, ObservationError
 from gymtask.maker import AnyEnv, EnvironmentMaker
+from gymtask.workers.copies import copied
 from gymtask.workers.layout import (
     Array,
     Leaf,
@@ -123,11 +124,14 @@ class EnvironmentStepper:
         progress: Holds one index: that of the environment that is being made, stepped, reset or
             called, -1 when none is; after an exception, the one that raised. A list, or a view of
             memory in which others see it too.
+        isolates: Whether `run` copies what it is given and gives: environments beside each other in
+            a worker process are to share no more than in processes of their own.
     """
 
     def __init__(self, slots: Slots, makers: Mapping[int, EnvironmentMaker]) -> None:
         self.slots = slots
         self.progress: Any = [-1]
+        self.isolates = False
         self.envs: dict[int, AnyEnv] = {}
         self._makers = makers
         self._info_keys = {index: maker.info_keys for index, maker in makers.items()}
@@ -228,6 +232,9 @@ class EnvironmentStepper:
             self.current = index
             if method == "reset":
                 self.reset(index, *args[index])
+            elif self.isolates:
+                own, keywords = copied((args[index], kwargs))
+                results.append(copied(_APPLY[method](self.envs[index], *own, **keywords)))
             else:
                 results.append(_APPLY[method](self.envs[index], *args[index], **kwargs))
             self.current = -1
@@ -246,8 +253,11 @@ class EnvironmentStepper:
             except Exception as error:
                 error.add_note(f"raised by close() of environment {index}")
                 failures.append(error)
-        if failures:
-            raise failures[0]
+        try:
+            if failures:
+                raise failures[0]
+        finally:
+            failures.clear()  # its traceback keeps this frame, which is not to keep it in turn
 
 
 def step_error(answer: Any) -> ObservationError:

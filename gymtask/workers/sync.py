@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from gymtask.workers.layout import Array, Space
-from gymtask.workers.pool import WorkerPool
+from gymtask.workers.pool import Failures, WorkerPool
 from gymtask.workers.slots import EnvironmentStepper, Slots
 from gymtask.workers.worker import BaseEnvironmentWorker
 
@@ -53,5 +53,6 @@ class SyncPool(WorkerPool):
         except BaseException as error:
             self._fail(error, self._stepper.current)
 
-    def _close(self, timeout: float) -> None:
+    def _close(self, timeout: float) -> Failures:
         self._stepper.close()
+        return []

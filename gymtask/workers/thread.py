@@ -5,16 +5,17 @@ from __future__ import annotations
 import threading
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from multiprocessing import util
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from gymtask.workers.layout import Array, Space
-from gymtask.workers.pool import WorkerPool
+from gymtask.workers.pool import Failures, WorkerPool
 from gymtask.workers.queue import WAIT_SLICE
 from gymtask.workers.slots import EnvironmentStepper, Slots
 from gymtask.workers.worker import BaseEnvironmentWorker, split_by_owner
@@ -26,28 +27,57 @@ class _Failure:
     """An exception on its way from a thread to the pool."""
 
     def __init__(self, error: BaseException, env_id: int) -> None:
-        self.error = error
-        self.env_id = env_id
+        self.told = (error, env_id)
+
+
+class _Answers(deque[tuple[int, Any]]):
+    """What threads have answered and nobody has taken yet: (worker, answer), in order of arrival.
+
+    Whoever waits looks at the first and removes it when it is kept. A queue would give it and
+    forget it at once, and with Ctrl-C between the two it would be lost.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._bell = threading.Lock()  # held, but for when somebody has rung
+        self._bell.acquire()
+
+    def add(self, worker: int, answer: Any) -> None:
+        """Adds an answer and wakes who waits for one."""
+        self.append((worker, answer))
+        if self._bell.locked():  # else it has been rung, and not been heard yet
+            try:
+                self._bell.release()
+            except RuntimeError:  # another thread has rung just now
+                return
+
+    def wait(self, timeout: float) -> bool:
+        """Waits for `timeout` seconds at most; whether there is one."""
+        while not self:  # it may have been rung for one that is taken already
+            if not self._bell.acquire(timeout=timeout):
+                return False
+        return True
 
 
 class _WorkerThread(threading.Thread):
     """Makes its environments in its own thread and runs one job after another on them."""
 
     def __init__(
-        self, index: int, worker: BaseEnvironmentWorker, slots: Slots, results: SimpleQueue[Any]
+        self, index: int, worker: BaseEnvironmentWorker, slots: Slots, answers: _Answers
     ) -> None:
         super().__init__(name=f"gymtask-worker-{index}", daemon=True)
         self.index = index
         self.env_ids = worker.env_ids
         self.jobs: SimpleQueue[Job | None] = SimpleQueue()
         self._stepper = EnvironmentStepper(slots, dict.fromkeys(worker.env_ids, worker.maker))
-        self._results = results
+        self._answers = answers
         self._stopping = False
 
     def run(self) -> None:
         self._answer(EnvironmentStepper.make)
         while (job := self.jobs.get()) is not None and not self._stopping:
             self._answer(job)
+        self._stepper.current = -1  # it may tell of a job that failed, and closing is none
         self._answer(EnvironmentStepper.close)
 
     def stop(self) -> None:
@@ -59,8 +89,10 @@ class _WorkerThread(threading.Thread):
         try:
             answer = job(self._stepper)
         except BaseException as error:  # every kind goes to the thread that waits for the answer
-            answer = _Failure(error, self._stepper.current)
-        self._results.put((self.index, answer))
+            # Not by a local name: the traceback keeps this frame, which would keep the exception.
+            self._answers.add(self.index, _Failure(error, self._stepper.current))
+        else:
+            self._answers.add(self.index, answer)
 
 
 class ThreadPool(WorkerPool):
@@ -83,9 +115,9 @@ class ThreadPool(WorkerPool):
         self._owner: Array = np.repeat(
             np.arange(len(workers)), [len(worker.env_ids) for worker in workers]
         )
-        self._results: SimpleQueue[Any] = SimpleQueue()
+        self._answers = _Answers()
         self._threads = [
-            _WorkerThread(index, worker, self.slots, self._results)
+            _WorkerThread(index, worker, self.slots, self._answers)
             for index, worker in enumerate(workers)
         ]
         # Threads do not refer to the pool: they are asked to end when it is collected as garbage.
@@ -103,25 +135,17 @@ class ThreadPool(WorkerPool):
             self._threads[worker].jobs.put(partial(_step_all, env_ids=ids))
 
     def _wait(self, timeout: float, for_all: bool = False) -> None:
+        answers = self._answers
+        if not answers and timeout > 0.0:
+            answers.wait(timeout)  # Ctrl-C here leaves all as it was
         try:
-            result = (
-                self._results.get(timeout=timeout) if timeout > 0 else self._results.get_nowait()
-            )
-        except Empty:
-            return
-        try:
-            self._accept(result)
-            while not self._results.empty():
-                self._accept(self._results.get_nowait())
-        except KeyboardInterrupt:  # a result may be lost, for which somebody would wait for ever
-            self.close()
-            raise
-
-    def _accept(self, result: tuple[int, Any]) -> None:
-        _, answer = result
-        if isinstance(answer, _Failure):
-            self._fail(answer.error, answer.env_id)
-        self._ready += answer
+            while answers:
+                if isinstance(answers[0][1], _Failure):
+                    self._fail(*answers.popleft()[1].told)
+                self._ready += answers[0][1]
+                del answers[0]
+        except KeyboardInterrupt as error:  # an answer may have been kept and not removed
+            self._give_up(error)
 
     def _run(
         self, method: str, args: Sequence[tuple[Any, ...]], kwargs: dict[str, Any] | None = None
@@ -143,17 +167,16 @@ class ThreadPool(WorkerPool):
         """Waits for one answer of each worker; the first failure to arrive is raised at once."""
         answers: dict[int, Any] = {}
         while len(answers) < count:
-            try:
-                worker, answer = self._results.get(timeout=WAIT_SLICE)
-            except Empty:
+            if not self._answers.wait(WAIT_SLICE):
                 self._check_interrupt()
                 continue
-            if isinstance(answer, _Failure):
-                self._fail(answer.error, answer.env_id)
+            if isinstance(self._answers[0][1], _Failure):
+                self._fail(*self._answers.popleft()[1].told)
+            worker, answer = self._answers.popleft()
             answers[worker] = answer
         return answers
 
-    def _close(self, timeout: float) -> None:
+    def _close(self, timeout: float) -> Failures:
         deadline = time.monotonic() + timeout
         self._finalizer()
         started = [thread for thread in self._threads if thread.ident is not None]
@@ -168,11 +191,8 @@ class ThreadPool(WorkerPool):
                 ResourceWarning,
                 stacklevel=3,
             )
-        while not self._results.empty():
-            _, answer = self._results.get()
-            if isinstance(answer, _Failure):
-                answer.error.add_note("raised while the pool was closing")
-                raise answer.error
+        answers = [self._answers.popleft()[1] for _ in range(len(self._answers))]
+        return [(each.told[1], each.told[0]) for each in answers if isinstance(each, _Failure)]
 
 
 def _step_all(stepper: EnvironmentStepper, env_ids: list[int]) -> list[int]:

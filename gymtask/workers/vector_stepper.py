@@ -7,7 +7,6 @@ calling, closing them) is the pool's.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,10 +18,12 @@ from gymnasium.vector import AutoresetMode
 
 from gymtask.errors import SpaceError
 from gymtask.maker import EnvironmentMaker
+from gymtask.workers.copies import copied
 from gymtask.workers.given_actions import GivenActions
 from gymtask.workers.layout import Space, flatten, space_leaves
 from gymtask.workers.slots import EnvironmentStepper, Slots, begin_episode, step_error
 
+EMPTY: dict[str, Any] = {}  # not the one that was given: it may be another's, who fills it
 NOTHING: Space = spaces.Tuple(())  # the space of what does not lie in shared memory
 
 
@@ -102,14 +103,30 @@ class VectorProgram:
 
     def __call__(self, memory: memoryview, env_ids: Sequence[int]) -> VectorStepper:
         """See `worker_main.Program`."""
-        return VectorStepper(self, *self.lay_out(memory))
+        stepper = VectorStepper(self, *self.lay_out(memory), copied if len(env_ids) > 1 else None)
+        stepper.isolates = len(env_ids) > 1
+        return stepper
 
 
 class VectorStepper(EnvironmentStepper):
-    """Makes some of the environments and steps each into its row of the slots."""
+    """Makes some of the environments and steps each into its row of the slots.
 
-    def __init__(self, program: VectorProgram, slots: Slots, actions: GivenActions | None) -> None:
+    Args:
+        program: What it is to do.
+        slots: What the program lies in; likewise the actions.
+        actions: None, where their space has no fixed shape, or `run` is given them.
+        keep: Copies an info, where other environments may change it before it is read.
+    """
+
+    def __init__(
+        self,
+        program: VectorProgram,
+        slots: Slots,
+        actions: GivenActions | None,
+        keep: Callable[[Any], Any] | None = None,
+    ) -> None:
         super().__init__(slots, program.makers)
+        self._keep = keep
         self._program = program
         self._actions = actions
         self._ended: set[int] = set()  # NEXT_STEP: environments whose next step is a reset
@@ -148,7 +165,7 @@ class VectorStepper(EnvironmentStepper):
         rows: dict[int, Row] = {}
         envs, ended, progress, write = self.envs, self._ended, self.progress, self._write
         rewards, terminations, truncations = self._reward, self._terminated, self._truncated
-        shared = self._program.shares_observations
+        shared, keep = self._program.shares_observations, self._keep
         for index in env_ids:
             progress[0] = index
             final = None
@@ -166,8 +183,11 @@ class VectorStepper(EnvironmentStepper):
                 terminations[index], truncations[index] = terminated, truncated
                 if terminated or truncated:
                     observation, info, final = self._end(index, observation, info)
+            if keep is not None:
+                info = keep(info) if info else EMPTY
             if not shared:
-                rows[index] = Row(info, observation, *(final or ()))
+                kept = observation if keep is None else copied(observation)
+                rows[index] = Row(info, kept, *(final or ()))
                 continue
             write(index, observation)
             if info or (final and (final[0] or final[1] is not None)):
@@ -191,8 +211,8 @@ class VectorStepper(EnvironmentStepper):
         if self._program.shares_observations and self._is_plain(observation):
             self._write_final(index, observation)
         else:
-            last = copy.deepcopy(observation)
-        final = (copy.deepcopy(info) if info else {}, last)
+            last = copied(observation)
+        final = (copied(info) if info else {}, last)
         return *begin_episode(self.envs[index]), final
 
     def _is_plain(self, observation: Any) -> bool:
@@ -217,19 +237,26 @@ class VectorStepper(EnvironmentStepper):
             After "step" and "reset", one dict with the rows of those that have something to say.
         """
         if method == "step":
-            return [self._step(env_ids, args.__getitem__)]
+            own = self.isolates
+            read = (lambda index: copied(args[index])) if own else args.__getitem__
+            return [self._step(env_ids, read)]
         if method != "reset":
             return super().run(method, env_ids, args, kwargs)
         rows: dict[int, Row] = {}
         for index in env_ids:
             if index in args:
                 self.current = index
-                seed, options = args[index]
-                observation, info = begin_episode(self.envs[index], seed=seed, options=options)
-                self._ended.discard(index)
-                if self._program.shares_observations:
-                    self._write(index, observation)
-                    observation = None
-                rows[index] = Row(info, observation)
+                rows[index] = self._reset(index, *args[index])
                 self.current = -1
         return [rows]
+
+    def _reset(self, index: int, seed: int | None, options: Any) -> Row:
+        own, keep = copied(options) if self.isolates else options, self._keep
+        observation, info = begin_episode(self.envs[index], seed=seed, options=own)
+        self._ended.discard(index)
+        if keep is not None:
+            info = keep(info) if info else EMPTY
+        if not self._program.shares_observations:
+            return Row(info, observation if keep is None else copied(observation))
+        self._write(index, observation)
+        return Row(info)

@@ -20,7 +20,9 @@ class BaseEnvironmentWorker:
     Attributes:
         maker: Makes each of its environments.
         env_ids: Their indices in the pool.
-        seed: Environment i is first reset with `seed + i`.
+        seed: Environment i is first reset with `seed + i`. In native mode the VectorEnv is given
+            `seed` alone: Sync- and AsyncVectorEnv and ALE's make the same of it, one with a single
+            generator (CartPole-v1's own) gives rows that depend on the number of environments.
         mode: "sync", "thread", "process" or "native"; the same for all workers of a pool.
         cleanup_time: Seconds it gets to close its environments before it is killed.
         daemon: Whether a worker process is daemonic.
@@ -47,7 +49,8 @@ class Steps:
         truncated: bool [n].
         final_observation: [m, *shape], the last observations of the m episodes that ended, in the
             order of the rows whose `ended` is True.
-        info: One dict for each row, with those of the environment's `info_keys` that it gave.
+        info: One dict for each row, with those of the environment's `info_keys` that its step gave.
+            At an episode's end they are the last step's; what the reset after it gave is left out.
     """
 
     env_ids: Array

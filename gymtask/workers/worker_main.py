@@ -250,6 +250,7 @@ class _PoolStepper(EnvironmentStepper):
         self, slots: Slots, makers: Mapping[int, EnvironmentMaker], cells: InfoCells
     ) -> None:
         super().__init__(slots, makers)
+        self.isolates = len(makers) > 1
         self._cells = cells
 
     def news(self, env_ids: Sequence[int]) -> Any:

@@ -240,6 +240,15 @@ class TestThreads:
         with pytest.raises(ConfigurationError, match="`num_workers` must be an integer from 1"):
             ThreadVectorEnv([ScriptedEnv], num_workers=2)
 
+    def test_tell_what_others_raised_in_the_same_step(self) -> None:
+        faults = {0: (1, "raise"), 2: (1, "raise")}
+        envs = ThreadVectorEnv([partial(ScriptedEnv, faults=faults)] * 3, num_workers=3)
+        envs.reset(seed=0)
+        with pytest.raises(ValueError, match="boom 0") as caught:
+            envs.step([0] * 3)
+        assert caught.value.__notes__ == ["environment 2 also raised ValueError: boom 2"]
+        envs.close()
+
     def test_refuse_a_step_after_an_end_that_was_not_reset(self) -> None:
         envs = ThreadVectorEnv([partial(ScriptedEnv, lengths=1)] * 2, autoreset_mode="Disabled")
         envs.reset(seed=0)

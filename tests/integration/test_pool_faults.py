@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from gymtask.errors import PoolClosedError, WorkerDiedError, WorkerTraceback
+from gymtask.testing import ScriptedEnv
 from gymtask.workers.pool import WorkerPool
 from gymtask.workers.worker_main import pack_exception, unpack_exception
 from tests.integration.pool_envs import (
@@ -86,6 +87,41 @@ class TestExceptions:
             caught.value.__notes__
         )
         assert len(counter.read_text().splitlines()) == 2
+
+    def test_what_another_raised_in_the_same_step_is_told_as_that(self) -> None:
+        for mode in ASYNC_MODES:
+            faults = {0: (1, "raise"), 1: (1, "raise")}
+            pool = open_pool(ScriptedEnv, mode, envs=2, faults=faults, seconds=0.1)
+            pool.reset()
+            with pytest.raises(ValueError, match=r"boom [01]") as caught:
+                step_all(pool)
+            first = int(str(caught.value)[-1])
+            assert caught.value.__notes__ == [
+                f"raised by environment {first} of 2, in {mode} mode",
+                f"environment {1 - first} also raised ValueError: boom {1 - first}",
+            ]
+            assert_all_gone([])
+
+    def test_what_closing_raised_is_told_apart_from_it(self, mode: str) -> None:
+        class Twice(ScriptedEnv):
+            closing = 99  # nobody
+
+            def close(self) -> None:
+                if self.number == self.closing:
+                    raise KeyError("closing")
+
+        # What the failing environment itself then raises is left out where a process holds it.
+        for closing in (0, 1) if mode != "process" else (0,):
+            pool = open_pool(Twice, mode, envs=2, faults={1: (1, "raise")})
+            pool.reset()
+            pool.set_attr("closing", closing)
+            with pytest.raises(ValueError, match="boom 1") as caught:
+                step_all(pool)
+            assert caught.value.__notes__ == [
+                f"raised by environment 1 of 2, in {mode} mode",
+                "closing the pool then raised KeyError: 'closing'",
+            ]
+            assert_all_gone([])
 
     def test_when_it_is_closed(self, mode: str) -> None:
         pool = open_pool(FaultyEnv, mode, envs=3, where="close", what="raise:value")
@@ -178,8 +214,12 @@ class TestExceptions:
             pool.reset()
             pool.send([0, 0])
             assert wait_for(lambda pool=pool: _message_waits(pool))
-            with pytest.raises(ValueError, match="boom 1"):
+            with pytest.raises(ValueError, match="boom 1") as caught:
                 pool.close()
+            assert caught.value.__notes__ == [
+                "raised while the pool was closing",
+                f"raised by environment 1 of 2, in {mode} mode",
+            ]
             assert_all_gone([])
 
     @pytest.mark.parametrize("error", [ValueError("a", 1), CodeError(1, name="x"), KeyError("k")])
@@ -191,8 +231,8 @@ class TestExceptions:
 
 
 def _message_waits(pool: Any) -> bool:
-    if hasattr(pool, "_results"):
-        return pool._results.qsize() == 2
+    if hasattr(pool, "_answers"):
+        return len(pool._answers) == 2
     return any(handle.pipe.poll() for handle in pool._handles)
 
 

@@ -77,12 +77,31 @@ class TestAnException:
         envs = make(partial(ScriptedEnv, faults=faults), 4)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            with pytest.raises(ValueError, match=r"boom [12]"):
+            with pytest.raises(ValueError, match=r"boom [12]") as raised:
                 envs.step(ACTIONS)
+        last = int(str(raised.value)[-1])
+        assert raised.value.__notes__ == [
+            f"raised by environment {last} of 4, in a worker process",
+            f"environment {3 - last} also raised ValueError: boom {3 - last}",
+        ]
         texts = [str(warning.message) for warning in caught]
         assert len(texts) == 5
         assert sum("Worker-2 - Shutting it down" in text for text in texts) == 1
         assert "Raising the last exception" in texts[-1]
+
+    def test_of_closing_is_told_apart_from_it(self) -> None:
+        class Twice(ScriptedEnv):
+            def close(self) -> None:
+                if self.number == 0:
+                    raise KeyError("closing")
+
+        envs = make(partial(Twice, faults={1: (1, "raise")}), 4)
+        with pytest.raises(ValueError, match="boom 1") as raised:
+            envs.step(ACTIONS)
+        assert raised.value.__notes__ == [
+            "raised by environment 1 of 4, in a worker process",
+            "closing the vector environment then raised KeyError: 'closing'",
+        ]
 
     def test_while_making_an_environment_leaves_nothing(self, tmp_path: Path) -> None:
         make().close()

@@ -6,6 +6,8 @@ Workers import this module; it must not import torch.
 from __future__ import annotations
 
 import copy
+import signal
+import time
 from typing import Any
 
 import gymnasium as gym
@@ -13,6 +15,8 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.utils.env_checker import data_equivalence
 from gymnasium.vector import VectorEnv
+
+from gymtask.testing import ScriptedEnv
 
 AUTORESET = ("NextStep", "SameStep", "Disabled")
 DTYPES = (
@@ -95,6 +99,30 @@ class TextEnv(RandomSpaceEnv):
     def __init__(self) -> None:
         space = spaces.Dict({"text": spaces.Text(6), "list": spaces.Sequence(spaces.Discrete(3))})
         super().__init__(space, spaces.Text(4))
+
+
+class StubbornEnv(ScriptedEnv):
+    """Does not end when it is asked to."""
+
+    def reset(self, **kwargs: Any) -> Any:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        return super().reset(**kwargs)
+
+
+class ClingingEnv(ScriptedEnv):
+    """The close of environment 1 takes an hour."""
+
+    def close(self) -> None:
+        if self.number == 1:
+            time.sleep(3600)
+
+
+class TellingEnv(ScriptedEnv):
+    """Its reset tells how the last episode ended, by the names that Gymnasium uses."""
+
+    def reset(self, **kwargs: Any) -> Any:
+        observation, _ = super().reset(**kwargs)
+        return observation, {"final_obs": observation + 1, "final_info": {"t": 7}}
 
 
 def same(one: Any, other: Any) -> bool:

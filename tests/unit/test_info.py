@@ -128,16 +128,49 @@ class TestInfosOfEnvironments:
         )
         task = scripted_task(environment, mode)
         with task.get_worker_pool() as pool:
-            first, second = (
-                task.collect_samples(None, pool, 16, use_tqdm=False).to_tensordict()
-                for _ in range(2)
-            )
+            with pytest.warns(UserWarning, match=r"got \['late'\], which no step has given"):
+                first = task.collect_samples(None, pool, 16, use_tqdm=False).to_tensordict()
+            second = task.collect_samples(None, pool, 16, use_tqdm=False).to_tensordict()
         assert not first["next", "info", "_late"].any()
         assert first["next", "info", "late"].isnan().all()
         info = second["next", "info"]
         assert info["_late"].tolist() == ([False] + [True] * 7) * 2
         assert info["late"][1:8].tolist() == list(range(10, 17))
         assert info["late"][9:].tolist() == list(range(1010, 1017))
+
+    def test_a_key_that_no_step_gives_is_warned_of_once_when_an_episode_has_ended(
+        self, mode: str
+    ) -> None:
+        environment = informed(lambda number, step: {"lives": 3}, info_keys=("live", "lives"))
+        task = scripted_task(environment, mode)
+        with task.get_worker_pool() as pool:
+            task.collect_samples(None, pool, 6, use_tqdm=False)  # no episode has ended: who knows
+            with pytest.warns(UserWarning, match="live") as caught:
+                samples = task.collect_samples(None, pool, 6, use_tqdm=False)
+            assert not samples.to_tensordict()["next", "info", "_live"].any()
+            pool.reset()
+            task.collect_samples(None, pool, 12, use_tqdm=False)
+        (warning,) = caught
+        assert str(warning.message).startswith(
+            "`info_keys` must be keys of the info dicts that steps of Informed give, got ['live'],"
+        )
+        assert warning.filename == __file__
+
+    def test_a_key_that_no_step_gives_is_warned_of_by_the_generator_too(self, mode: str) -> None:
+        task = scripted_task(informed(lambda number, step: {}, info_keys=("lives",)), mode)
+        with task.get_worker_pool() as pool, pytest.warns(UserWarning, match="lives") as caught:
+            for _ in task.iter_samples(None, pool, total_samples=20, use_tqdm=False):
+                pass
+        assert [warning.filename for warning in caught] == [__file__]
+
+    def test_a_key_of_episode_ends_is_not_warned_of_before_or_after_one(self, mode: str) -> None:
+        environment = informed(
+            lambda number, step: {"episode": step} if step % 4 == 0 else {}, info_keys=("episode",)
+        )
+        task = scripted_task(environment, mode)
+        with task.get_worker_pool() as pool:
+            for _ in range(8):  # in none of them more than one end
+                task.collect_samples(None, pool, 2, use_tqdm=False)
 
     def test_an_array_that_the_environment_fills_again_is_kept_as_it_was(self, mode: str) -> None:
         """O-17."""

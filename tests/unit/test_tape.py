@@ -213,3 +213,16 @@ def test_a_selection_reads_what_lists_would_hold(pieces: list[Piece]) -> None:
     assert selection.all_states(SEEN).tolist() == everything
     assert selection.next_states(PAIR)[:, 0].tolist() == after
     assert selection.states(PAIR)[:, 1].tolist() == [number / 2 for number in before]
+
+
+def test_states_and_rows_may_be_arrays_of_no_numbers() -> None:
+    tape = make_tape()
+    tape.states[PAIR] = np.zeros((6, 2, 3, 0))
+    tape.rows[NOTE] = np.zeros((6, 2, 0), np.int64)
+    piece = piece_of(tape, 1, 1, 3)
+    piece.final = {SEEN: np.float32(7), PAIR: np.zeros((3, 0))}
+    selection = Selection([piece, piece_of(tape, 0, 2, 2)])
+    assert selection.rows(NOTE).shape == (5, 0)
+    assert selection.states(PAIR).shape == selection.next_states(PAIR).shape == (5, 3, 0)
+    assert selection.all_states(PAIR).shape == (7, 3, 0)
+    assert selection.next_states(SEEN).tolist() == [102, 103, 7, 3, 4]

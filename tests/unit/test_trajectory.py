@@ -75,7 +75,9 @@ class TestKeys:
             get_initial_carry=lambda self, model: memory,
             get_values=lambda self, model, states: states["observation"][:, 0].double(),
         )
-        for piece in collect(task, 20):
+        with pytest.warns(UserWarning, match="no step has given"):
+            samples = collect(task, 20)
+        for piece in samples:
             assert described(piece.samples) == {
                 **TABLE,
                 "log_prob": (torch.float64, (1,)),

@@ -6,14 +6,17 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
 from gymnasium import spaces
 
+from gymtask.errors import CollectionInterrupted
 from gymtask.workers import spreading, waiting
 from gymtask.workers.given_actions import GivenActions
 from gymtask.workers.linger import MOST, Linger
+from gymtask.workers.queue import WAIT_SLICE, StepQueue
 from gymtask.workers.spreading import LOOK, LOOK_SELDOM, Spreader
 from gymtask.workers.waiting import SPIN, Waiter
 
@@ -183,3 +186,52 @@ class TestLinger:
                 tries += 1
                 linger.learn(False, 0.001)
         assert tries <= MOST + 2
+
+
+class Slow(StepQueue):
+    """Of two environments the first finishes when somebody waits, the other never."""
+
+    def __init__(self) -> None:
+        super().__init__([[0], [1]])
+        self._linger = Linger()
+        self.waits: list[float] = []  # for all
+
+    def _post(self, env_ids: Any) -> None:
+        self.quick = 0 in env_ids.tolist()
+
+    def _wait(self, timeout: float, for_all: bool = False) -> None:
+        self.waits += [timeout] if for_all else []
+        if self.quick:
+            self._ready.append(0)
+            self.quick = False
+
+    def _give_up(self, error: KeyboardInterrupt) -> NoReturn:
+        raise error
+
+
+class TestLingeringInAQueue:
+    @pytest.mark.parametrize("timeout", [0.0, 0.001, 0.05])
+    def test_never_takes_longer_than_the_timeout(self, timeout: float) -> None:
+        queue = Slow()
+        queue.post(queue.all_ids)
+        for _ in range(5):
+            assert queue.take(2, 2, timeout, spare=30.0).tolist() == [0]
+            queue.post(np.array([0]))
+        assert all(seconds <= timeout for seconds in queue.waits)
+        assert bool(queue.waits) == (timeout > 0.0)
+
+    def test_looks_at_the_interrupt_as_often_as_ever(self) -> None:
+        queue = Slow()
+        queue.post(np.array([1]))
+        queue.interrupt = lambda: True
+        with pytest.raises(CollectionInterrupted):
+            queue.take(1, 2, None, spare=30.0)
+        with pytest.raises(CollectionInterrupted):
+            queue.take(1, 2, 30.0, spare=30.0)
+        assert queue.waits == [WAIT_SLICE] * 2
+
+    def test_is_of_use_with_a_timeout_too(self) -> None:
+        queue = Slow()
+        queue.post(queue.all_ids)
+        queue.take(1, 2, 0.1, spare=0.02)
+        assert queue.waits == [0.02]
