@@ -11,34 +11,44 @@ Pieces of trajectories may lie end to end along time; nothing flows from one int
     anything else         row t + 1
 
 Bootstrapping at time limits is that of Pardo et al. 2018, "Time Limits in Reinforcement Learning",
-https://arxiv.org/abs/1712.00378. Both functions solve `x[t] = b[t] + c * x[t + 1]`, cut after each
-row that stops, in float64 for any dtype of the arguments, since an advantage is often a small
-difference of large values. Arguments are never changed.
+https://arxiv.org/abs/1712.00378. A row stops where it is one of the first three. All functions are
+differentiable, compute in float64 for any dtype of the arguments, and never change an argument.
 """
 
 from __future__ import annotations
 
-import math
 import warnings
-from numbers import Real
-from typing import Any, TypeAlias, TypeVar
+from numbers import Integral, Real
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.functional import pad
 
 from gymtask.errors import ConfigurationError, CutReturnWarning
+from gymtask.scans import (
+    Array,
+    clipped_ratio,
+    fastest,
+    is_tame,
+    may_hold_nan,
+    nan_row,
+    one_later,
+    one_step,
+    scan,
+    scan_windows,
+    select,
+    stops,
+    to_tensor,
+    window_ends,
+)
 
-__all__ = ["discounted_returns", "generalized_advantage_estimate"]
-
-Array = TypeVar("Array", Tensor, NDArray[Any])
-Floats: TypeAlias = NDArray[np.float64]
-Flags: TypeAlias = NDArray[np.bool_]
-
-_SMALL = 2048
-"""Rows below which doubling, with its fewer calls, beats halving, with its fewer operations."""
+__all__ = [
+    "discounted_returns",
+    "generalized_advantage_estimate",
+    "lambda_returns",
+    "n_step_returns",
+    "vtrace",
+]
 
 _cut_return_warned = False
 
@@ -78,18 +88,18 @@ def discounted_returns(
     Raises:
         ConfigurationError: An argument breaks its rule, or a `next_value` that is used is NaN.
     """
-    _check_reward(reward)
-    if next_value is not None:
-        _check_like(reward, reward.dtype, next_value=next_value)
-    _check_like(reward, torch.bool, terminated=terminated, truncated=truncated, end=end)
+    others = {} if next_value is None else {"next_value": next_value}
+    _check_rows(reward, terminated, truncated, end, **others)
     gamma = _check_fraction("gamma", gamma)
-    r, n, term, trunc, last = _fastest(reward, next_value, terminated, truncated, end)
-    stopped = _stops(term, trunc, last)
+    r, n, term, trunc, last = fastest(reward, next_value, terminated, truncated, end)
+    stopped = stops(term, trunc, last)
+    unused = term | ~stopped
     if n is None:
         _warn_of_cut(stopped & ~(term | trunc))
     with np.errstate(all="ignore"):
-        total = _one_step(r, n, term | ~stopped, gamma)
-        return _tensor(_scan(total, stopped, gamma, reward.dtype), r)
+        x = one_step(r, n, unused, gamma)
+        y = scan(x, stopped, gamma, reward.dtype, tame=_is_tame(x, n, unused))
+        return to_tensor(y, r)
 
 
 def generalized_advantage_estimate(
@@ -108,8 +118,6 @@ def generalized_advantage_estimate(
         delta[t] = r[t] + gamma * next_value[t] - value[t]    (no next_value where terminated)
         A[t] = delta[t] + gamma * gae_lambda * A[t + 1]       (no A[t + 1] where the row stops)
         value_target[t] = A[t] + value[t]
-
-    A row stops where it is terminated, truncated or an end.
 
     Schulman et al. 2016, "High-Dimensional Continuous Control Using Generalized Advantage
     Estimation", https://arxiv.org/abs/1506.02438, equations 11 and 16.
@@ -132,181 +140,231 @@ def generalized_advantage_estimate(
     Raises:
         ConfigurationError: An argument breaks its rule, or a `next_value` that is used is NaN.
     """
-    _check_reward(reward)
-    _check_like(reward, reward.dtype, value=value, next_value=next_value)
-    _check_like(reward, torch.bool, terminated=terminated, truncated=truncated, end=end)
-    gamma = _check_fraction("gamma", gamma)
-    gae_lambda = _check_fraction("gae_lambda", gae_lambda)
-    r, v, n, term, trunc, last = _fastest(reward, value, next_value, terminated, truncated, end)
+    _check_rows(reward, terminated, truncated, end, value=value, next_value=next_value)
+    gamma, gae_lambda = _check_fraction("gamma", gamma), _check_fraction("gae_lambda", gae_lambda)
+    r, v, n, term, trunc, last = fastest(reward, value, next_value, terminated, truncated, end)
+    stopped = stops(term, trunc, last)
     with np.errstate(all="ignore"):
-        delta = _one_step(r, n, term, gamma)
-        delta -= v
-        stopped = _stops(term, trunc, last)
-        x = _scan(delta, stopped, gamma * gae_lambda, reward.dtype)
-        advantage = _tensor(x, r)
+        x = one_step(r, n, term, gamma)
+        x -= v
+        x = scan(x, stopped, gamma * gae_lambda, reward.dtype, tame=_is_tame(x, n, term))
+        advantage = to_tensor(x, r)
         x += v
-        return advantage, _tensor(x, r)
+        return advantage, to_tensor(x, r)
 
 
-def _fastest(reward: Tensor, *others: Tensor | None) -> list[Any]:
-    """Gives numpy views of the tensors where numpy can do the work, else the tensors themselves.
+def lambda_returns(
+    reward: Tensor,
+    *,
+    next_value: Tensor,
+    terminated: Tensor,
+    truncated: Tensor,
+    gamma: float,
+    lambda_: float,
+    end: Tensor | None = None,
+) -> Tensor:
+    """Mixes, at each row, what the next value promises with the return that came: TD(lambda).
 
-    At a rollout's usual sizes a call costs a third in numpy of what it costs in torch.
+        G[t] = r[t]                                                              terminated
+        G[t] = r[t] + gamma * next_value[t]                                      any other stop
+        G[t] = r[t] + gamma * ((1 - lambda_) * next_value[t] + lambda_ * G[t + 1])    anything else
+
+    This is the mean of the n-step returns of all n with weights (1 - lambda_) * lambda_**(n - 1).
+
+    Sutton & Barto, "Reinforcement Learning: An Introduction", 2nd edition, equation 12.18.
+
+    Args:
+        reward: Reward of each row, floating [..., T]; T = 0 gives an empty result.
+        next_value: Value of each row's true next observation, [..., T], dtype of `reward`; used
+            everywhere but where terminated, with `lambda_` = 1 only where the row stops.
+        terminated: Whether the environment ended the episode at this row, bool [..., T].
+        truncated: Whether a limit ended the episode at this row, bool [..., T].
+        gamma: Discount of one step, in [0, 1].
+        lambda_: Weight of the return, in [0, 1]: 0 is the one-step target, 1 the discounted return.
+        end: Whether the row is the last of its piece, bool [..., T]; row T - 1 always is.
+
+    Returns:
+        The return of each row, [..., T], dtype of `reward`.
+
+    Raises:
+        ConfigurationError: An argument breaks its rule, or a `next_value` that is used is NaN.
     """
-    given = [reward, *others]
-    if reward.device.type != "cpu" or reward.dtype not in (torch.float32, torch.float64):
-        return given
-    for tensor in given:
-        if tensor is not None and (tensor.requires_grad or tensor.is_neg()):
-            return given
-    return [None if tensor is None else tensor.numpy() for tensor in given]
+    _check_rows(reward, terminated, truncated, end, next_value=next_value)
+    gamma, lambda_ = _check_fraction("gamma", gamma), _check_fraction("lambda_", lambda_)
+    r, n, term, trunc, last = fastest(reward, next_value, terminated, truncated, end)
+    stopped = stops(term, trunc, last)
+    unused = term | ~stopped if lambda_ == 1.0 else term
+    with np.errstate(all="ignore"):
+        x = one_step(r, n, unused, select(stopped, gamma, gamma * (1.0 - lambda_), n))
+        y = scan(x, stopped, gamma * lambda_, reward.dtype, tame=_is_tame(x, n, unused))
+        return to_tensor(y, r)
 
 
-def _stops(terminated: Array, truncated: Array, end: Array | None) -> Array:
-    """Tells after which rows nothing flows back; the last row of time is always one."""
-    stopped: Array = terminated | truncated
-    if end is not None:
-        stopped |= end
-    stopped[..., -1:] = True
-    return stopped
+def n_step_returns(
+    reward: Tensor,
+    *,
+    next_value: Tensor,
+    terminated: Tensor,
+    truncated: Tensor,
+    gamma: float,
+    n: int,
+    end: Tensor | None = None,
+) -> Tensor:
+    """Sums the discounted rewards of n rows, with a bootstrap from the value after the last one.
 
+        G[t] = r[t] + ... + gamma**(k - 1) * r[t + k - 1] + gamma**k * next_value[t + k - 1]
 
-def _one_step(reward: Array, next_value: Array | None, skipped: Array, gamma: float) -> Array:
-    """Adds gamma * next_value to the reward of all rows but the skipped, in float64.
+    with k = n, or less where a row stops before: row t + k - 1 is then the first from t on that
+    does. A sum whose last row is terminated has no next_value.
 
-    Masks by selection and not by a product, since 0 * NaN is NaN.
+    Sutton & Barto, "Reinforcement Learning: An Introduction", 2nd edition, equation 7.1.
+
+    Args:
+        reward: Reward of each row, floating [..., T]; T = 0 gives an empty result.
+        next_value: Value of each row's true next observation, [..., T], dtype of `reward`; used
+            where a sum has its last row, and that is not terminated.
+        terminated: Whether the environment ended the episode at this row, bool [..., T].
+        truncated: Whether a limit ended the episode at this row, bool [..., T].
+        gamma: Discount of one step, in [0, 1].
+        n: Number of rows of a sum, from 1, the one-step target; T or more is the discounted return.
+        end: Whether the row is the last of its piece, bool [..., T]; row T - 1 always is.
+
+    Returns:
+        The return of each row, [..., T], dtype of `reward`.
+
+    Raises:
+        ConfigurationError: An argument breaks its rule, or a `next_value` that is used is NaN.
     """
-    if next_value is not None:
-        _refuse_nan(next_value, skipped)
-    if isinstance(reward, Tensor):
-        # Apple's GPUs have no float64.
-        wide = reward.to(torch.float32 if reward.device.type == "mps" else torch.float64)
-        if next_value is None:
-            return wide
-        return torch.where(skipped, wide, wide.add(next_value, alpha=gamma))
-    if next_value is None:
-        return reward.astype(np.float64, order="C")
-    total: NDArray[Any] = np.multiply(next_value, gamma, dtype=np.float64, order="C")
-    np.copyto(total, 0.0, where=skipped)
-    total += reward
-    return total
+    _check_rows(reward, terminated, truncated, end, next_value=next_value)
+    gamma, n = _check_fraction("gamma", gamma), min(_check_count("n", n), reward.shape[-1])
+    r, after, term, trunc, last = fastest(reward, next_value, terminated, truncated, end)
+    stopped = stops(term, trunc, last)
+    if may_hold_nan(after):
+        _refuse_nan(after, term | ~(stopped | window_ends(stopped, n)))
+    with np.errstate(all="ignore"):
+        bootstrapped = one_step(r, after, term, gamma)
+        x = select(stopped, bootstrapped, r, bootstrapped)
+        return to_tensor(scan_windows(x, bootstrapped, stopped, gamma, n), r)
 
 
-def _scan(x: Array, stopped: Array, coefficient: float, dtype: torch.dtype) -> Array:
-    """Solves `y[t] = x[t] + (0 if stopped[t] else coefficient * y[t + 1])`; may overwrite both."""
-    # Leaving out coefficient ** k * y[t + k] is far below a rounding error of the largest |y|.
-    negligible = 1e-5 * torch.finfo(dtype).eps
-    if isinstance(x, Tensor):
-        return _scan_torch(x, stopped, coefficient, negligible)
-    if x.size and coefficient > negligible:
-        # Rows of a batch are pieces that lie end to end: the whole batch is one long row.
-        _scan_numpy(x.reshape(-1), stopped.reshape(-1), coefficient, negligible)
-    return x
+def vtrace(
+    reward: Tensor,
+    *,
+    value: Tensor,
+    next_value: Tensor,
+    log_prob: Tensor,
+    behaviour_log_prob: Tensor,
+    terminated: Tensor,
+    truncated: Tensor,
+    gamma: float,
+    rho_clip: float = 1.0,
+    c_clip: float = 1.0,
+    lambda_: float = 1.0,
+    end: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Estimates values of the policy that learns, and its advantages, from one that acted: V-trace.
 
+        ratio[t] = exp(log_prob[t] - behaviour_log_prob[t])
+        rho[t], c[t] = min(rho_clip, ratio[t]), lambda_ * min(c_clip, ratio[t])
+        delta[t] = rho[t] * (r[t] + gamma * next_value[t] - value[t])
+        vs[t] = value[t] + delta[t] + gamma * c[t] * (vs[t + 1] - value[t + 1])
+        advantage[t] = rho[t] * (r[t] + gamma * vs[t + 1] - value[t])
 
-def _scan_torch(x: Tensor, stopped: Tensor, coefficient: float, negligible: float) -> Tensor:
-    """Doubles (Hillis & Steele 1986): two sums of `span` rows each make one of twice as many."""
-    # open_[t]: none of the rows t to t + span - 1 stops, so row t + span belongs to the same sum.
-    open_, span = ~stopped, 1
-    while span < x.shape[-1] and coefficient > negligible:
-        later = torch.where(open_[..., :-span], coefficient * x[..., span:], 0.0)
-        x = x + pad(later, (0, span))
-        # The windows of the last rows reach T - 1, which stops: they stay closed.
-        open_ = pad(open_[..., :-span] & open_[..., span:], (0, span))
-        span, coefficient = 2 * span, coefficient * coefficient
-    return x
+    Where the row stops, the last term of vs is left out and next_value[t] is the vs[t + 1] of the
+    advantage; where terminated, both are 0. `value_target` is vs.
 
+    Espeholt et al. 2018, "IMPALA: Scalable Distributed Deep-RL with Importance Weighted Actor-
+    Learner Architectures", https://arxiv.org/abs/1802.01561, equation 1 and section 4. There both
+    results are constants in the loss. Here gradients flow, unless the arguments are detached.
 
-def _scan_numpy(x: Floats, stopped: Flags, coefficient: float, negligible: float) -> None:
-    """Halves (Blelloch 1990) down to a small scan, in place and on one dimension.
+    Args:
+        reward: Reward of each row, floating [..., T]; T = 0 gives empty results.
+        value: Value of the observation each row started from, [..., T], dtype of `reward`.
+        next_value: Value of each row's true next observation, [..., T], dtype of `reward`; used
+            everywhere but where terminated.
+        log_prob: Log-probability of the action of each row under the policy that learns, in nats,
+            [..., T], dtype of `reward`.
+        behaviour_log_prob: The same under the policy that acted.
+        terminated: Whether the environment ended the episode at this row, bool [..., T].
+        truncated: Whether a limit ended the episode at this row, bool [..., T].
+        gamma: Discount of one step, in [0, 1].
+        rho_clip: Largest weight of a TD error, above 0, inf for no limit: towards 0 the values are
+            those of the policy that acted, towards inf those of the policy that learns.
+        c_clip: Largest weight with which later errors flow back, above 0, inf for no limit; it sets
+            variance and speed, not the values that are learnt. At most `rho_clip` in the paper.
+        lambda_: Weight of later errors beside c_clip, in [0, 1].
+        end: Whether the row is the last of its piece, bool [..., T]; row T - 1 always is.
 
-    With each odd row added to the even one before it, the even rows obey the same recurrence with
-    coefficient ** 2; once they are solved, an odd row needs only the even one after it.
+    Returns:
+        The advantage and the value target of each row, each [..., T], dtype of `reward`.
+
+    Raises:
+        ConfigurationError: An argument breaks its rule, or a `next_value` that is used is NaN.
     """
-    if x.size <= _SMALL:
-        y = x.copy()
-        _scan_small(y, stopped.copy(), coefficient, negligible)
-        x[:] = y
-        return
-    even, odd = x[::2], x[1::2]
-    even_stopped, odd_stopped = stopped[::2], stopped[1::2]
-    # Even row 2i is followed by odd row 2i + 1, but the last one of an odd number by none.
-    later = odd * coefficient
-    np.copyto(later, 0.0, where=even_stopped[: later.size])
-    even[: later.size] += later
-    even_stopped[: later.size] |= odd_stopped
-    _scan_numpy(even, even_stopped, coefficient * coefficient, negligible)
-    # Odd row 2i + 1 is followed by even row 2i + 2, but the last one of an even number by none.
-    later = even[1:] * coefficient
-    np.copyto(later, 0.0, where=odd_stopped[: later.size])
-    odd[: later.size] += later
-
-
-def _scan_small(x: Floats, stopped: Flags, coefficient: float, negligible: float) -> None:
-    """Does in place and on one dimension what `_scan_torch` does, while any piece is open."""
-    ends = stopped.nonzero()[0]
-    # Piece k is the rows ends[k - 1] + 1 to ends[k], the first one the rows 0 to ends[0].
-    longest = (ends[1:] - ends[:-1]).max(initial=ends[0] + 1)
-    buffer, span = np.empty_like(x), 1
-    while span < longest and coefficient > negligible:
-        later = buffer[:-span]
-        np.multiply(x[span:], coefficient, out=later)
-        # stopped[t]: one of the rows t to t + span - 1 stops, so row t + span is of another piece.
-        np.copyto(later, 0.0, where=stopped[:-span])
-        x[:-span] += later
-        stopped[:-span] |= stopped[span:]
-        span, coefficient = 2 * span, coefficient * coefficient
-
-
-def _tensor(x: Array, like: Array) -> Tensor:
-    """Copies x to a tensor of the dtype of `like`."""
-    if isinstance(x, Tensor):
-        return x.to(like.dtype, copy=True)
-    return torch.from_numpy(x.astype(like.dtype))
+    logs = {"log_prob": log_prob, "behaviour_log_prob": behaviour_log_prob}
+    _check_rows(reward, terminated, truncated, end, value=value, next_value=next_value, **logs)
+    gamma, lambda_ = _check_fraction("gamma", gamma), _check_fraction("lambda_", lambda_)
+    rho_clip, c_clip = _check_clip("rho_clip", rho_clip), _check_clip("c_clip", c_clip)
+    r, v, n, log_p, log_mu, term, trunc, last = fastest(
+        reward, value, next_value, *logs.values(), terminated, truncated, end
+    )
+    stopped = stops(term, trunc, last)
+    with np.errstate(all="ignore"):
+        rho = clipped_ratio(log_p, log_mu, rho_clip)
+        c = rho if c_clip == rho_clip else clipped_ratio(log_p, log_mu, c_clip)
+        bootstrapped = one_step(r, n, term, gamma)
+        x, weight = rho * (bootstrapped - v), gamma * lambda_
+        tame, bound = _is_tame(x, n, term), weight * c_clip
+        target = v + scan(x, stopped, weight * c, reward.dtype, tame=tame, bound=bound)
+        followed = select(stopped, bootstrapped, r + gamma * one_later(target), target)
+        return to_tensor(rho * (followed - v), r), to_tensor(target, r)
 
 
 def _warn_of_cut(cut: Array) -> None:
     global _cut_return_warned
-    if _cut_return_warned or not bool(cut.any()):
-        return
-    _cut_return_warned = True
-    warnings.warn(
-        "a piece ends with neither flag and no `next_value` says what comes after it: its returns "
-        "are too low; give `next_value`, or collect with whole_episodes=True",
-        CutReturnWarning,
-        stacklevel=3,
-    )
+    if not _cut_return_warned and bool(cut.any()):
+        _cut_return_warned = True
+        warnings.warn(
+            "a piece ends with neither flag and no `next_value` says what comes after it: its "
+            "returns are too low; give `next_value`, or collect with whole_episodes=True",
+            CutReturnWarning,
+            stacklevel=3,
+        )
 
 
-def _refuse_nan(next_value: Array, skipped: Array) -> None:
-    # One number tells whether any element is NaN, at a fraction of the cost of a look at each.
-    if isinstance(next_value, Tensor):
-        probe = float(next_value.detach().sum())
-    else:
-        probe = float(next_value.max(initial=-np.inf))
-    if not math.isnan(probe):
-        return
-    bad = torch.as_tensor((next_value != next_value) & ~skipped).nonzero()
-    if len(bad):
-        row = bad[0].tolist()
-        where = f"nan at row {row[0] if len(row) == 1 else tuple(row)}"
-        raise _broken("next_value", "not be NaN at a row that bootstraps from it", where)
+def _is_tame(x: Array, next_value: Array | None, unused: Array) -> bool:
+    """Tells whether x, with all used next values in it, `is_tame`; refuses a NaN among these."""
+    if is_tame(x):
+        return True
+    if next_value is not None:
+        _refuse_nan(next_value, unused)
+    return False
 
 
-def _check_reward(reward: Tensor) -> None:
+def _refuse_nan(next_value: Array, unused: Array) -> None:
+    if (row := nan_row(next_value, unused)) is not None:
+        rule = "not be NaN at a row that bootstraps from it"
+        raise _broken("next_value", rule, f"nan at row {row}")
+
+
+def _check_rows(
+    reward: Tensor, terminated: Tensor, truncated: Tensor, end: Tensor | None, **others: Tensor
+) -> None:
     if not isinstance(reward, Tensor):
         raise _broken("reward", "be a torch.Tensor", type(reward).__name__)
     if not reward.dtype.is_floating_point:
         raise _broken("reward", "have a floating dtype", reward.dtype)
     if not reward.shape:
         raise _broken("reward", "have the shape [..., T], time last", "()")
+    _check_like(reward, reward.dtype, **others)
+    _check_like(reward, torch.bool, terminated=terminated, truncated=truncated)
+    if end is not None:
+        _check_like(reward, torch.bool, end=end)
 
 
-def _check_like(reward: Tensor, dtype: torch.dtype, **tensors: Tensor | None) -> None:
+def _check_like(reward: Tensor, dtype: torch.dtype, **tensors: Tensor) -> None:
     shape, device = reward.shape, reward.device
     for name, tensor in tensors.items():
-        if tensor is None and name == "end":
-            continue
         if not isinstance(tensor, Tensor):
             raise _broken(name, "be a torch.Tensor", type(tensor).__name__)
         if tensor.shape != shape:
@@ -322,6 +380,18 @@ def _check_fraction(name: str, value: float) -> float:
     if not isinstance(value, Real) or isinstance(value, bool) or not 0.0 <= value <= 1.0:
         raise _broken(name, "be a number in [0, 1]", repr(value))
     return float(value)
+
+
+def _check_clip(name: str, value: float) -> float:
+    if not isinstance(value, Real) or isinstance(value, bool) or not value > 0.0:
+        raise _broken(name, "be a number above 0", repr(value))
+    return float(value)
+
+
+def _check_count(name: str, value: int) -> int:
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
+        raise _broken(name, "be a whole number of at least 1", repr(value))
+    return int(value)
 
 
 def _broken(name: str, rule: str, value: object) -> ConfigurationError:
