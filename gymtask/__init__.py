@@ -25,10 +25,15 @@ if TYPE_CHECKING:
     from gymtask.errors import GymtaskError as GymtaskError
     from gymtask.replay import EpisodeRecord as EpisodeRecord
     from gymtask.replay import MultiReplaySamples as MultiReplaySamples
+    from gymtask.replay import Prioritization as Prioritization
+    from gymtask.replay import ReplayBuffer as ReplayBuffer
     from gymtask.replay import ReplayDataset as ReplayDataset
     from gymtask.replay import ReplaySamples as ReplaySamples
     from gymtask.returns import discounted_returns as discounted_returns
     from gymtask.returns import generalized_advantage_estimate as generalized_advantage_estimate
+    from gymtask.returns import lambda_returns as lambda_returns
+    from gymtask.returns import n_step_returns as n_step_returns
+    from gymtask.returns import vtrace as vtrace
     from gymtask.task import ReinforcementLearningTask as ReinforcementLearningTask
     from gymtask.task import State as State
     from gymtask.trainer import SamplingConfig as SamplingConfig
@@ -42,6 +47,8 @@ if TYPE_CHECKING:
     from gymtask.workers.worker import BaseEnvironmentWorker as BaseEnvironmentWorker
     from gymtask.workers.worker import Steps as Steps
 
+    __version__: str
+
 _HOMES = {
     "config": (
         "MISSING",
@@ -53,8 +60,21 @@ _HOMES = {
     ),
     "environment": ("Environment",),
     "errors": ("ConfigurationError", "CutReturnWarning", "GymtaskError"),
-    "replay": ("EpisodeRecord", "MultiReplaySamples", "ReplayDataset", "ReplaySamples"),
-    "returns": ("discounted_returns", "generalized_advantage_estimate"),
+    "replay": (
+        "EpisodeRecord",
+        "MultiReplaySamples",
+        "Prioritization",
+        "ReplayBuffer",
+        "ReplayDataset",
+        "ReplaySamples",
+    ),
+    "returns": (
+        "discounted_returns",
+        "generalized_advantage_estimate",
+        "lambda_returns",
+        "n_step_returns",
+        "vtrace",
+    ),
     "task": ("ReinforcementLearningTask", "State"),
     "trainer": ("SamplingConfig", "Trainer", "TrainerConfig", "evaluate"),
     "vector.make": ("make_vec",),
@@ -79,9 +99,11 @@ __all__ = [
     "ErrorHandlingConfig",
     "GymtaskError",
     "MultiReplaySamples",
+    "Prioritization",
     "ProcessVectorEnv",
     "ReinforcementLearningTask",
     "ReinforcementLearningTaskConfig",
+    "ReplayBuffer",
     "ReplayDataset",
     "ReplaySamples",
     "SamplingConfig",
@@ -94,9 +116,12 @@ __all__ = [
     "errors",
     "evaluate",
     "generalized_advantage_estimate",
+    "lambda_returns",
     "make_vec",
+    "n_step_returns",
     "sampling",
     "testing",
+    "vtrace",
     "write_video",
 ]
 
@@ -104,9 +129,12 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f"gymtask.{name}")
-    if name not in _MODULE_OF:
+    if name == "__version__":
+        value = importlib.import_module("importlib.metadata").version("gymtask")
+    elif name in _MODULE_OF:
+        value = getattr(importlib.import_module(f"gymtask.{_MODULE_OF[name]}"), name)
+    else:
         raise AttributeError(f"module 'gymtask' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"gymtask.{_MODULE_OF[name]}"), name)
     globals()[name] = value
     return value
 

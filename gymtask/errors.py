@@ -9,6 +9,7 @@
     ├── WindowError (ValueError)          no window of the asked length exists
     ├── ObservationError (ValueError)     what an environment returned does not fit its space
     ├── CheckpointError (RuntimeError)    a checkpoint that is missing, damaged or of another task
+    ├── ReplayError (RuntimeError)        the disk cannot hold a replay buffer, or it is damaged
     ├── PoolStateError (RuntimeError)     a call that the pool's state does not allow
     │   ├── PoolClosedError               ... because it is closed
     │   └── NothingPendingError           ... because no step was asked for
@@ -52,6 +53,10 @@ class WindowError(GymtaskError, ValueError):
 
 class ObservationError(GymtaskError, ValueError):
     """An environment returned an observation that does not fit its own observation space."""
+
+
+class ReplayError(GymtaskError, RuntimeError):
+    """The disk cannot hold a replay buffer, or a saved one is missing or damaged."""
 
 
 class CheckpointError(GymtaskError, RuntimeError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import inspect
 import subprocess
 import sys
@@ -25,8 +26,8 @@ ABOVE_THE_LINE = [
 ORDER = [
     "errors", "config", "maker", "workers", "vector", "spaces", "video", "environment", "tape",
     "trajectory", "sampling", "states", "options", "plan", "together", "acting", "cursors",
-    "windows", "replay", "rollout", "collector", "samples", "returns", "clips", "hooks", "task",
-    "training", "trainer", "testing",
+    "windows", "replay", "rollout", "collector", "samples", "scans", "returns", "clips", "hooks",
+    "task", "training", "trainer", "testing",
 ]  # fmt: skip
 """Imports go from later names to earlier ones only, but for type annotations."""
 
@@ -55,6 +56,11 @@ def test_every_public_name_has_a_docstring() -> None:
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'gymtask' has no attribute 'Trainr'"):
         gymtask.Trainr  # noqa: B018
+
+
+def test_the_version_is_that_of_the_installed_package_and_does_not_import_torch() -> None:
+    found = run("import sys, gymtask; print(gymtask.__version__, 'torch' in sys.modules)")
+    assert found.stdout == f"{importlib.metadata.version('gymtask')} False\n"
 
 
 @pytest.mark.parametrize("module", ABOVE_THE_LINE)

@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader
 
 import gymtask.replay
 from gymtask.errors import ConfigurationError, WindowError
-from gymtask.replay import EpisodeRecord, Key, MultiReplaySamples, ReplayDataset, ReplaySamples
+from gymtask.replay import EpisodeRecord, MultiReplaySamples, ReplayDataset, ReplaySamples
+from gymtask.replay.pieces import Key
 
 EPISODE = EpisodeRecord(
     trajectory_id=7, env_id=1, episode_return=2.5, length=4, terminated=True, truncated=False
@@ -353,7 +354,7 @@ class TestReplayDataset:
         sizes = "`clip_size` must be an integer of at least 1, got 0\n"
         stride = "`stride` must be an integer of at least 1, got -1\n"
         flag = "`only_last` must be True or False, got 0"
-        buffer = "`buffer` must be MultiReplaySamples, got list"
+        buffer = "`buffer` must be MultiReplaySamples or a ReplayBuffer, got list"
         for owner in (make_samples(4), make_samples(4)[0]):
             with pytest.raises(ConfigurationError, match=exactly(sizes + stride + flag)):
                 owner.sample(0, -1, only_last=0)  # type: ignore[arg-type]
@@ -364,17 +365,11 @@ class TestReplayDataset:
         def make() -> ReplayDataset:
             return ReplayDataset(make_samples(4, 5), 3, 1, 2, replacement=False, seed=0)
 
-        loader = DataLoader(make(), batch_size=None, collate_fn=lambda batch: batch)
+        loader = DataLoader(make(), batch_size=None, collate_fn=ReplayDataset.collate)
         batches = list(loader)
         assert [batch.batch_size for batch in batches] == [(2, 3), (2, 3), (1, 3)]
         assert all((one == two).all() for one, two in zip(batches, make(), strict=True))
         assert len(loader) == 3
-
-    @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-    def test_dataloader_processes_are_refused(self) -> None:
-        loader = DataLoader(ReplayDataset(make_samples(4), 3, 1, 2), batch_size=None, num_workers=1)
-        with pytest.raises(ConfigurationError, match="`num_workers` must be 0, got 1"):
-            next(iter(loader))
 
     def test_pin_memory_needs_an_accelerator(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
@@ -396,5 +391,11 @@ class TestReplayDataset:
 
 
 def test_module_exports_what_the_design_names() -> None:
-    names = ["EpisodeRecord", "MultiReplaySamples", "ReplayDataset", "ReplaySamples"]
-    assert gymtask.replay.__all__ == names
+    assert gymtask.replay.__all__ == [
+        "EpisodeRecord",
+        "MultiReplaySamples",
+        "Prioritization",
+        "ReplayBuffer",
+        "ReplayDataset",
+        "ReplaySamples",
+    ]

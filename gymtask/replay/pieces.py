@@ -24,19 +24,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
 from typing import Any, overload
 
 import torch
 from tensordict import TensorDict, TensorDictBase, is_leaf_nontensor
 from torch import Tensor
-from torch.utils.data import IterableDataset, get_worker_info
 
 from gymtask.config import raise_if_any, require_bool, require_int
 from gymtask.errors import ConfigurationError, WindowError
-from gymtask.windows import window_rows, window_span, window_starts
-
-__all__ = ["EpisodeRecord", "MultiReplaySamples", "ReplayDataset", "ReplaySamples"]
+from gymtask.windows import window_rows, window_span
 
 Key = str | tuple[str, ...]  # of a TensorDict; a tuple for a nested one
 Leaves = dict[Key, Any]  # by flat key: a Tensor, or tensordict's own container of non-tensor data
@@ -54,11 +50,17 @@ class EpisodeRecord:
     truncated: bool
 
 
-def _leaves(samples: TensorDictBase) -> Leaves:
+def leaves_of(samples: TensorDictBase) -> Leaves:
+    """The leaves by flat key."""
     return dict(samples.items(include_nested=True, leaves_only=True, is_leaf=is_leaf_nontensor))
 
 
-def _select(store: TensorDict, keys: Sequence[Key]) -> Leaves:
+def select(store: TensorDict, keys: Sequence[Key]) -> Leaves:
+    """The leaves at or below some keys.
+
+    Raises:
+        ConfigurationError: There is no such key.
+    """
     if isinstance(keys, str) or not keys:
         raise ConfigurationError(f"`batch_keys` must be a list of keys, got {keys!r}")
     known = list(store.keys(include_nested=True))
@@ -66,11 +68,11 @@ def _select(store: TensorDict, keys: Sequence[Key]) -> Leaves:
     for key in keys:
         if key not in known:
             raise ConfigurationError(f"`batch_keys` must be among {known}, got {key!r}")
-        chosen |= _leaves(store.select(key))
+        chosen |= leaves_of(store.select(key))
     return chosen
 
 
-def _gather(leaves: Leaves, rows: Tensor, device: torch.device | None) -> TensorDict:
+def gather(leaves: Leaves, rows: Tensor, device: torch.device | None) -> TensorDict:
     """Copies the given rows of every leaf; the batch shape is that of `rows`, int64."""
     gathered: Leaves = {}
     flat = rows.flatten()  # index_select takes one dimension, and is faster than leaf[rows]
@@ -83,9 +85,9 @@ def _gather(leaves: Leaves, rows: Tensor, device: torch.device | None) -> Tensor
     return TensorDict(gathered, batch_size=rows.shape, device=device)
 
 
-def _join(pieces: Sequence[TensorDictBase]) -> TensorDict:
+def join(pieces: Sequence[TensorDictBase]) -> TensorDict:
     """Copies pieces of one layout end to end; values only, for no gradient flows into a store."""
-    columns = [_leaves(piece) for piece in pieces]
+    columns = [leaves_of(piece) for piece in pieces]
     first = columns[0] if columns else {}
     layout = [_layout(leaf) for leaf in first.values()]
     for number, leaves in enumerate(columns):
@@ -121,12 +123,18 @@ def _piece_problems(name: str, samples: object) -> Iterator[str]:
         yield f"`{name}` must have a batch shape [T], T above 0, got {list(samples.batch_size)}"
 
 
-def _window_problems(clip_size: object, stride: object) -> Iterator[str]:
+def window_problems(clip_size: object, stride: object) -> Iterator[str]:
+    """Which rules the length and the stride of a window break."""
     yield from require_int("clip_size", clip_size, 1)
     yield from require_int("stride", stride, 1)
 
 
-def _require_window(lengths: Sequence[int], clip_size: int, stride: int) -> None:
+def require_window(lengths: Sequence[int], clip_size: int, stride: int) -> None:
+    """Checks that a piece is long enough for a window.
+
+    Raises:
+        WindowError: None is.
+    """
     if not lengths:
         raise WindowError("no trajectory to take a window from: there is no piece")
     if max(lengths) < (span := window_span(clip_size, stride)):
@@ -136,9 +144,14 @@ def _require_window(lengths: Sequence[int], clip_size: int, stride: int) -> None
         )
 
 
-def _stream(parent: torch.Generator | None, seed: int | None = None) -> torch.Generator:
+def new_stream(parent: torch.Generator | None, seed: int | None = None) -> torch.Generator:
+    """A generator with this seed, or one that `parent` (None: torch's global one) draws."""
     drawn = torch.randint(2**63 - 1, (), generator=parent) if seed is None else seed
     return torch.Generator().manual_seed(int(drawn) % 2**64)  # torch takes no more than 64 bits
+
+
+def _keys(samples: TensorDictBase) -> str:
+    return ", ".join("/".join([key] if isinstance(key, str) else key) for key in leaves_of(samples))
 
 
 class ReplaySamples:
@@ -154,6 +167,9 @@ class ReplaySamples:
     def __init__(self, samples: TensorDictBase) -> None:
         raise_if_any(list(_piece_problems("samples", samples)))
         self.samples = samples
+
+    def __repr__(self) -> str:
+        return f"ReplaySamples({len(self)} rows of {_keys(self.samples)})"
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -177,12 +193,12 @@ class ReplaySamples:
             ConfigurationError: An argument breaks its rule.
             WindowError: The piece is shorter than a window.
         """
-        raise_if_any([*_window_problems(clip_size, stride), *require_bool("only_last", only_last)])
-        _require_window([len(self)], clip_size, stride)
+        raise_if_any([*window_problems(clip_size, stride), *require_bool("only_last", only_last)])
+        require_window([len(self)], clip_size, stride)
         last = len(self) - window_span(clip_size, stride)
         start = torch.tensor(last) if only_last else torch.randint(last + 1, ())
         rows = window_rows(start, clip_size, stride)
-        return _gather(_leaves(self.samples), rows, self.samples.device)
+        return gather(leaves_of(self.samples), rows, self.samples.device)
 
 
 class MultiReplaySamples:
@@ -190,13 +206,20 @@ class MultiReplaySamples:
 
     The store is a copy of what was given (of non-tensor data, a reference). Its pieces, the list
     `samples`, are views and locked: values can be changed in place, in the store too; a key cannot
-    be added, for the store would not get it. `num_transitions` is the number of all rows.
+    be added, for the store would not get it.
+
+    Attributes:
+        rows: The store, a TensorDict [sum T].
+        lengths: Rows of each piece.
+        num_transitions: Number of all rows.
+        num_dropped: As the argument.
+        episodes: As the argument, a list.
 
     Args:
         samples: The pieces, each a TensorDict [T] or a `ReplaySamples`, all with the same keys, and
             each key with the same dtype, device and shape after T. There may be none.
         num_dropped: Rows that were collected and left out, since their piece was too short.
-        episodes: The episodes that ended in the collection; the attribute is a list.
+        episodes: The episodes that ended in the collection.
 
     Raises:
         ConfigurationError: An argument breaks its rule; a piece is unlike the first one.
@@ -213,7 +236,7 @@ class MultiReplaySamples:
         pieces = [piece.samples if isinstance(piece, ReplaySamples) else piece for piece in samples]
         for number, piece in enumerate(pieces):
             raise_if_any(list(_piece_problems(f"samples[{number}]", piece)))
-        self._set(_join(pieces), [len(piece) for piece in pieces], num_dropped, episodes)
+        self._set(join(pieces), [len(piece) for piece in pieces], num_dropped, episodes)
 
     @classmethod
     def from_rows(
@@ -240,8 +263,8 @@ class MultiReplaySamples:
         num_dropped: int,
         episodes: Iterable[EpisodeRecord],
     ) -> None:
-        self._store = store
-        self._lengths = torch.tensor(lengths, dtype=torch.int64)
+        self.rows = store
+        self.lengths = list(lengths)
         self.num_transitions = len(store)
         self.num_dropped = num_dropped
         self.episodes = list(episodes)
@@ -249,10 +272,14 @@ class MultiReplaySamples:
     @cached_property
     def samples(self) -> list[ReplaySamples]:
         """The pieces, in the order given; made when first asked for, as few readers need them."""
-        return [ReplaySamples(v.lock_()) for v in self._store.split(self._lengths.tolist())]
+        return [ReplaySamples(v.lock_()) for v in self.rows.split(self.lengths)]
+
+    def __repr__(self) -> str:
+        rows = f"{self.num_transitions} rows of {_keys(self.rows)}"
+        return f"MultiReplaySamples({len(self)} pieces, {rows})"
 
     def __len__(self) -> int:
-        return len(self._lengths)
+        return len(self.lengths)
 
     @overload
     def __getitem__(self, index: int) -> ReplaySamples: ...
@@ -284,116 +311,16 @@ class MultiReplaySamples:
             ConfigurationError: An argument breaks its rule.
             WindowError: No piece holds a window.
         """
-        raise_if_any([*_window_problems(clip_size, stride), *require_bool("only_last", only_last)])
-        _require_window(self._lengths.tolist(), clip_size, stride)
+        raise_if_any([*window_problems(clip_size, stride), *require_bool("only_last", only_last)])
+        require_window(self.lengths, clip_size, stride)
         fitting = [piece for piece in self.samples if len(piece) >= window_span(clip_size, stride)]
         return [piece.sample(clip_size, stride, only_last) for piece in fitting]
 
     def to_tensordict(self) -> TensorDict:
         """Returns a copy of all rows [sum T], with ("next", "end"): True on each piece's last."""
-        flat: TensorDict = self._store.clone()
+        flat: TensorDict = self.rows.clone()
         end = torch.zeros(len(flat), dtype=torch.bool)
-        end[self._lengths.cumsum(0) - 1] = True
-        tensors = (leaf for leaf in _leaves(flat).values() if isinstance(leaf, Tensor))
+        end[torch.tensor(self.lengths, dtype=torch.int64).cumsum(0) - 1] = True
+        tensors = (leaf for leaf in leaves_of(flat).values() if isinstance(leaf, Tensor))
         flat["next", "end"] = end.to(next(tensors, end).device)
         return flat
-
-
-class ReplayDataset(IterableDataset[TensorDict]):
-    """Batches of windows, TensorDict [B, W], uniform over all `num_windows` windows of all pieces.
-
-    With replacement each window is drawn anew: a batch may hold one twice, and more than there
-    are. Without, each pass visits every window once, its last batch may be short, and `num_batches`
-    takes as many passes as it needs. Every `iter` goes on with new random numbers. A batch is a
-    copy that belongs to whoever takes it. A torch DataLoader must leave it alone (its default takes
-    it apart): `DataLoader(dataset, batch_size=None, collate_fn=lambda batch: batch)`.
-
-    Args:
-        buffer: The pieces.
-        clip_size: Window length W, in rows.
-        stride: Gap between the rows of a window, in steps.
-        batch_size: Windows a batch, B.
-        replacement: Whether windows are drawn with replacement.
-        num_batches: Batches of one iteration; None is endless with replacement, one pass without.
-        shuffle: Without replacement: whether a pass has a random order, or that of the store.
-        drop_last: Without replacement: whether a pass leaves out a last batch that is short.
-        batch_keys: Keys to gather, tuples where nested, with all that lies below; None for all.
-        seed: Seed of the draws; None takes one from torch's global generator.
-        pin_memory: Whether batches lie in page-locked memory.
-
-    Raises:
-        ConfigurationError: An argument breaks its rule.
-        WindowError: No piece is long enough for a window.
-    """
-
-    def __init__(
-        self,
-        buffer: MultiReplaySamples,
-        clip_size: int,
-        stride: int,
-        batch_size: int,
-        replacement: bool = True,
-        num_batches: int | None = None,
-        *,
-        shuffle: bool = True,
-        drop_last: bool = False,
-        batch_keys: Sequence[Key] | None = None,
-        seed: int | None = None,
-        pin_memory: bool = False,
-    ) -> None:
-        problems = [
-            *_window_problems(clip_size, stride),
-            *require_int("batch_size", batch_size, 1),
-            *(() if num_batches is None else require_int("num_batches", num_batches, 1)),
-            *(() if seed is None else require_int("seed", seed, 0)),
-            *require_bool("replacement", replacement),
-            *require_bool("shuffle", shuffle),
-            *require_bool("drop_last", drop_last),
-            *require_bool("pin_memory", pin_memory),
-        ]
-        if not isinstance(buffer, MultiReplaySamples):
-            problems.append(f"`buffer` must be MultiReplaySamples, got {type(buffer).__name__}")
-        if pin_memory is True and not torch.accelerator.is_available():
-            problems.append("`pin_memory` must be False without an accelerator, got True")
-        raise_if_any(problems)
-        _require_window(buffer._lengths.tolist(), clip_size, stride)
-        self._starts = window_starts(buffer._lengths, clip_size, stride)
-        self.num_windows = len(self._starts)
-        if drop_last and not replacement and batch_size > self.num_windows:
-            rule = f"at most the number of windows ({self.num_windows}) with drop_last"
-            raise ConfigurationError(f"`batch_size` must be {rule}, got {batch_size}")
-        store = buffer._store
-        self._leaves = _leaves(store) if batch_keys is None else _select(store, batch_keys)
-        self._device = store.device
-        self._clip_size, self._stride, self._batch_size = clip_size, stride, batch_size
-        self._replacement, self._shuffle, self._pin_memory = replacement, shuffle, pin_memory
-        self._pass_batches = (self.num_windows + (0 if drop_last else batch_size - 1)) // batch_size
-        self._num_batches = num_batches if replacement or num_batches else self._pass_batches
-        self._generator = _stream(None, seed)
-
-    def __len__(self) -> int:
-        """Returns the number of batches of one iteration; without an end there is none."""
-        if self._num_batches is None:
-            raise TypeError("an endless ReplayDataset has no length (num_batches is None)")
-        return self._num_batches
-
-    def __iter__(self) -> Iterator[TensorDict]:
-        worker = get_worker_info()
-        if worker is not None:  # every worker would draw the same windows
-            raise ConfigurationError(f"`num_workers` must be 0, got {worker.num_workers}")
-        # A stream of its own, which does not depend on how far other iterators have been read.
-        return map(self._batch, islice(self._choices(_stream(self._generator)), self._num_batches))
-
-    def _choices(self, stream: torch.Generator) -> Iterator[Tensor]:
-        """Yields the numbers of the windows of one batch after the other, int64 [B], endlessly."""
-        while self._replacement:
-            yield torch.randint(self.num_windows, (self._batch_size,), generator=stream)
-        while True:
-            n = self.num_windows
-            order = torch.randperm(n, generator=stream) if self._shuffle else torch.arange(n)
-            yield from torch.split(order, self._batch_size)[: self._pass_batches]
-
-    def _batch(self, windows: Tensor) -> TensorDict:
-        rows = window_rows(self._starts[windows], self._clip_size, self._stride)
-        batch = _gather(self._leaves, rows, self._device)
-        return batch.pin_memory() if self._pin_memory else batch

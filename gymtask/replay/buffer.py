@@ -1,0 +1,341 @@
+"""A store of transitions that lives across epochs, for off-policy training."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tensordict import TensorDict
+from torch import Tensor
+
+from gymtask.config import raise_if_any, require_bool, require_int, require_number
+from gymtask.errors import ConfigurationError
+from gymtask.replay import saving
+from gymtask.replay.incoming import Incoming, Trajectories
+from gymtask.replay.pieces import Key, MultiReplaySamples, window_problems
+from gymtask.replay.priorities import Prioritization, PriorityTree
+from gymtask.replay.reading import Reading
+from gymtask.replay.records import is_below
+from gymtask.replay.ring import Ring
+from gymtask.replay.starts import Starts, Wanted
+from gymtask.windows import window_span
+from gymtask.workers.layout import Array
+
+
+class ReplayBuffer:
+    """The last `capacity` transitions, and windows of them.
+
+    It is a ring: rows stand in the order in which they arrived, and each new one takes the place of
+    the oldest. A row knows the row that follows it, so pieces of an episode that arrive one by one
+    are one trajectory again, if they have the keys "trajectory_id" and "step". Windows, n-step
+    rewards and frame stacks follow it, and end where it does. One observation is stored a row; that
+    under "next" is the following row's, or lies in a side table where none follows::
+
+        buffer = ReplayBuffer(1_000_000)
+        while training:
+            buffer.extend(task.collect_samples(model, pool, 8))
+            batch = buffer.sample(256)                 # TensorDict [256, 1]
+            windows = buffer.sample(32, clip_size=8)   # TensorDict [32, 8]
+
+    Rows are kept, and given, on the CPU. A batch is the caller's own; its tensors are cut out of
+    records and so not contiguous (`reshape` them where `view` would fail).
+
+    Attributes:
+        capacity: As the argument; likewise `prioritized`.
+        beta: How far importance weights correct for priorities; begins as `prioritized` says.
+
+    Args:
+        capacity: Transitions that it holds at most.
+        storage: "memory", or a directory, new or empty: rows then lie in files that are mapped into
+            memory and may be larger than it.
+        prioritized: Draws rows in proportion to priorities. Batches then hold "index" int64, which
+            `update_priorities` takes, and "weight" float32, both [B, W].
+        n_step: Up to how many rewards are summed up: ("next", "reward") of a row becomes the sum of
+            gamma ** k · reward over it and the rows after it, fewer where the episode or what is
+            there of it ends. All else under "next" is that of the last of these rows, and the value
+            of its observation counts with the factor ("next", "discount"), float32, unless it is
+            terminated.
+        gamma: The discount factor of n-step rewards.
+        frame_stack: Shows an observation as a stack of so many, [frame_stack, *shape], the newest
+            last, an episode's first one repeated, as
+            `gymnasium.wrappers.FrameStackObservation` does. Rows whose earlier frames are gone are
+            not drawn.
+        seed: Of the draws; None for another one each time.
+
+    Raises:
+        ConfigurationError: An argument breaks its rule.
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        storage: str | os.PathLike[str] = "memory",
+        prioritized: Prioritization | None = None,
+        n_step: int = 1,
+        *,
+        gamma: float = 0.99,
+        frame_stack: int | None = None,
+        seed: int | None = None,
+    ) -> None:
+        problems = [
+            *require_int("capacity", capacity, 1),
+            *require_int("n_step", n_step, 1),
+            *require_number("gamma", gamma),
+            *(() if frame_stack is None else require_int("frame_stack", frame_stack, 1)),
+            *(() if seed is None else require_int("seed", seed, 0)),
+        ]
+        if not isinstance(prioritized, Prioritization | None):
+            rule = "must be a Prioritization or None"
+            problems.append(f"`prioritized` {rule}, got {prioritized!r}")
+        if not isinstance(storage, (str, os.PathLike)):
+            problems.append(f'`storage` must be "memory" or a directory, got {storage!r}')
+        raise_if_any(problems)
+        self.capacity, self.prioritized = capacity, prioritized
+        self.beta = 0.0 if prioritized is None else prioritized.beta
+        self._ring = Ring(capacity, None if storage == "memory" else _new_folder(Path(storage)))
+        self._reading = Reading(n_step, gamma, frame_stack)
+        self._random = np.random.default_rng(seed)
+        self._tree = None if prioritized is None else PriorityTree(capacity)
+        self._largest = 1.0  # priority so far, which new rows get
+        self._checked: tuple[Any, ...] = ()
+        self._starts = Starts(self._ring.links, self._tree, self._reading.history)
+
+    def __len__(self) -> int:
+        """Transitions that it holds."""
+        return len(self._ring.links)
+
+    def __repr__(self) -> str:
+        where = self._ring.folder or "memory"
+        return f"ReplayBuffer({len(self)} of {self.capacity} transitions, in {where})"
+
+    @property
+    def num_added(self) -> int:
+        """Transitions that were ever added."""
+        return self._ring.links.num_added
+
+    def extend(self, trajectories: Trajectories) -> None:
+        """Adds rows; the oldest ones make room.
+
+        Args:
+            trajectories: What `collect_samples` gave, a TensorDict [T] with rows in order of time,
+                or a list of those. A row leads to the next one of its trajectory unless it is
+                terminated or truncated ("done"), or the keys "trajectory_id", "step" or "is_init"
+                say otherwise.
+
+        Raises:
+            ConfigurationError: A trajectory has more rows than `capacity`, or other keys, shapes or
+                dtypes than those stored before. Nothing is added.
+            ReplayError: The disk is full. Nothing is added.
+        """
+        if isinstance(trajectories, Sequence | MultiReplaySamples) and not len(trajectories):
+            return
+        for rows in self._ring.extend(Incoming(trajectories)):
+            if self._tree is not None:
+                self._tree.set(rows, self._weight(self._largest))
+
+    # ---- sampling --------------------------------------------------------------------------------
+
+    def sample(
+        self,
+        batch_size: int,
+        clip_size: int = 1,
+        stride: int = 1,
+        *,
+        pad: bool = False,
+        start_at_episode_start: bool = False,
+    ) -> TensorDict:
+        """Draws windows, each as likely as any other, or by the priority of its first row.
+
+        Args:
+            batch_size: Windows, B.
+            clip_size: Rows of a window, W.
+            stride: Steps between them.
+            pad: Whether what is there of a trajectory that is too short for a window is one, too,
+                with zeros behind it; "mask", bool [B, W], is True for real rows.
+            start_at_episode_start: Whether only windows are drawn that begin with an episode.
+
+        Returns:
+            TensorDict [B, W] of all keys that were stored.
+
+        Raises:
+            ConfigurationError: An argument breaks its rule.
+            WindowError: There is no such window.
+        """
+        asked = (batch_size, clip_size, stride, pad, start_at_episode_start)
+        if asked != self._checked:  # mostly they are the same as before
+            self._check(*asked)
+        wanted = Wanted(window_span(clip_size, stride), pad, start_at_episode_start)
+        rows = self._starts.draw(batch_size, wanted, self._random)
+        return self._read(rows, clip_size, stride, pad)
+
+    def _read(
+        self,
+        rows: Array,
+        clip_size: int,
+        stride: int,
+        pad: bool = False,
+        keys: Sequence[Key] | None = None,
+    ) -> TensorDict:
+        """The windows that start on these rows."""
+        links, offsets = self._ring.links, range(0, window_span(clip_size, stride), stride)
+        mask = None
+        if pad:
+            mask = links.num_after(rows)[:, None] >= np.asarray(offsets)
+        windows = links.follow(rows, offsets, clamp=pad) if clip_size > 1 else rows[:, None]
+        more = None if self._tree is None else self._weights(windows)
+        consecutive = stride == 1 and not pad
+        reader = self._ring.reader(self._reading, None if keys is None else _paths(keys))
+        return reader.read(windows, consecutive=consecutive, mask=mask, more=more)
+
+    # ---- what a ReplayDataset asks for: windows by the arrival of their first rows ---------------
+
+    def windows(self, clip_size: int, stride: int) -> Array:
+        """All windows in order of arrival, each told by the number of its first row, int64.
+
+        Raises:
+            WindowError: There is none.
+        """
+        return self._numbers(self._starts.all(Wanted(window_span(clip_size, stride))))
+
+    def draw(self, count: int, clip_size: int, stride: int, random: np.random.Generator) -> Array:
+        """Some windows, each drawn anew as `sample` draws them, int64 [count]."""
+        wanted = Wanted(window_span(clip_size, stride))
+        return self._numbers(self._starts.draw(count, wanted, random))
+
+    def read(
+        self, windows: Array, clip_size: int, stride: int, keys: Sequence[Key] | None = None
+    ) -> TensorDict:
+        """The rows of such windows, TensorDict [B, W], as `sample` gives them."""
+        return self._read(windows % self.capacity, clip_size, stride, keys=keys)
+
+    def check_keys(self, keys: Sequence[Key]) -> None:
+        """Checks that some keys are stored.
+
+        Raises:
+            ConfigurationError: One is not.
+        """
+        layout = self._ring.layout
+        known = [] if layout is None else list(layout.accepted)
+        if isinstance(keys, str) or not keys:
+            raise ConfigurationError(f"`batch_keys` must be a list of keys, got {keys!r}")
+        for key, path in zip(keys, _paths(keys), strict=True):
+            if not any(is_below(each, [path]) for each in known):
+                raise ConfigurationError(f"`batch_keys` must be among {known}, got {key!r}")
+
+    def _numbers(self, rows: Array) -> Array:
+        """The arrival numbers of rows: number n lies at n % capacity."""
+        newest = self.num_added - 1
+        numbers: Array = newest - (newest - rows) % self.capacity
+        return numbers
+
+    def _check(
+        self, batch_size: int, clip_size: int, stride: int, pad: bool, at_start: bool
+    ) -> None:
+        raise_if_any(
+            [
+                *require_int("batch_size", batch_size, 1),
+                *window_problems(clip_size, stride),
+                *require_bool("pad", pad),
+                *require_bool("start_at_episode_start", at_start),
+            ]
+        )
+        self._checked = (batch_size, clip_size, stride, pad, at_start)
+
+    # ---- saving ----------------------------------------------------------------------------------
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes all of it, draws and priorities included, to a folder.
+
+        A folder that holds a saved buffer is replaced once the new one is whole. Rows that lie in
+        files are copied.
+
+        Raises:
+            ReplayError: The disk is full or cannot be written, or something else lies there.
+        """
+        saving.save(self, Path(path))
+
+    @classmethod
+    def load(
+        cls, path: str | os.PathLike[str], storage: str | os.PathLike[str] = "memory"
+    ) -> ReplayBuffer:
+        """Reads what `save` wrote; the buffer goes on bit for bit as the saved one would.
+
+        Args:
+            path: The folder.
+            storage: Where the rows are to lie, as when a buffer is made.
+
+        Raises:
+            ReplayError: It is missing, damaged, or of another version.
+        """
+        return saving.load(cls, Path(path), storage)
+
+    # ---- priorities ------------------------------------------------------------------------------
+
+    def update_priorities(self, index: Tensor | Array, priority: Tensor | Array) -> None:
+        """Sets priorities of rows; of rows that were overwritten meanwhile nothing is changed.
+
+        Args:
+            index: int64, what a batch held under "index", of all its rows or some; a window is
+                drawn by the priority of its first row, `batch["index"][:, 0]`.
+            priority: Of the same shape; finite and at least 0, absolute TD errors for example.
+
+        Raises:
+            ConfigurationError: The buffer is not prioritised, or an argument breaks its rule.
+        """
+        if self._tree is None:
+            raise ConfigurationError(
+                "`prioritized` must be set for priorities, got None; make the buffer with"
+                " ReplayBuffer(..., prioritized=Prioritization())"
+            )
+        numbers, values = _flat(index), _flat(priority).astype(np.float64)
+        if numbers.shape != values.shape or numbers.dtype.kind not in "iu":
+            raise ConfigurationError(
+                "`index` and `priority` must have one shape, and `index` integers, got"
+                f" {numbers.dtype} {list(np.shape(index))} and {list(np.shape(priority))}"
+            )
+        if not (np.isfinite(values).all() and (values >= 0.0).all()):
+            raise ConfigurationError("`priority` must be finite and at least 0, got other values")
+        if len(numbers) and not 0 <= numbers.min() <= numbers.max() < self.num_added:
+            raise ConfigurationError(
+                f"`index` must lie in 0 to {self.num_added - 1}, got {numbers.min()} to"
+                f" {numbers.max()}"
+            )
+        there = numbers >= self.num_added - len(self)
+        self._largest = max(self._largest, values.max(initial=0.0))
+        self._tree.set(numbers[there] % self.capacity, self._weight(values[there]))
+
+    def _weight(self, priority: Any) -> Any:
+        assert self.prioritized is not None
+        return (priority + self.prioritized.epsilon) ** self.prioritized.alpha
+
+    def _weights(self, windows: Array) -> dict[tuple[str, ...], Array]:
+        assert self._tree is not None
+        weights = self._tree.weights[windows[:, :1]]
+        # (n · probability) ** -beta over the largest of the batch: all but the weights cancel out.
+        relative = ((weights / weights.min()) ** -self.beta).astype(np.float32)
+        return {
+            ("index",): self._numbers(windows),
+            ("weight",): np.repeat(relative, windows.shape[1], axis=1),
+        }
+
+
+def _paths(keys: Sequence[Key]) -> list[tuple[str, ...]]:
+    return [(key,) if isinstance(key, str) else tuple(key) for key in keys]
+
+
+def _flat(values: Any) -> Array:
+    array: Array = np.asarray(values.detach().cpu() if isinstance(values, Tensor) else values)
+    return array.reshape(-1)
+
+
+def _new_folder(path: Path) -> Path:
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ConfigurationError(
+            f'`storage` must be "memory", or a directory that is new or empty, got {str(path)!r};'
+            " ReplayBuffer.load() reads what save() wrote"
+        )
+    path.mkdir(parents=True, exist_ok=True)
+    return path.resolve()

@@ -1,0 +1,181 @@
+"""From rows of a ring to batches: next observations, frame stacks and n-step rewards by link."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from gymtask.replay.links import NOBODY, Links
+from gymtask.replay.records import Path, RecordLayout, is_below, nested
+from gymtask.workers.layout import Array
+
+REWARD: Path = ("next", "reward")
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a batch shows.
+
+    Attributes:
+        n_step: Rewards that are summed up for a row.
+        gamma: The factor between one of them and the next.
+        frame_stack: Observations that are stacked; None shows single ones, without an axis.
+    """
+
+    n_step: int = 1
+    gamma: float = 1.0
+    frame_stack: int | None = None
+
+    @property
+    def history(self) -> int:
+        """Rows before a row that its observation is made of."""
+        return (self.frame_stack or 1) - 1
+
+
+class Reader:
+    """Reads batches of rows.
+
+    Args:
+        links: Which row follows which.
+        layout: What the records hold.
+        records: The records of the rows.
+        side: The states that rows without a successor lead to, by side slot.
+        reading: What a batch shows.
+        keys: Keys that it shows, with all that lies below them; None for all.
+    """
+
+    def __init__(
+        self,
+        links: Links,
+        layout: RecordLayout,
+        records: Array,
+        side: Array,
+        reading: Reading,
+        keys: Sequence[Path] | None = None,
+    ) -> None:
+        self._links, self._layout, self._reading = links, layout, reading
+        self._records, self._side = records, side
+        self._fields, self._linked = list(layout.fields.values()), layout.linked
+        if keys is not None:
+            self._fields = [field for field in self._fields if is_below(field.path, keys)]
+            self._linked = [f for f in self._linked if is_below(("next", *f.path), keys)]
+
+    def read(
+        self,
+        rows: Array,
+        *,
+        consecutive: bool = False,
+        mask: Array | None = None,
+        more: Mapping[Path, Array] | None = None,
+    ) -> TensorDict:
+        """The batch of some rows, which shares no memory with the ring.
+
+        Args:
+            rows: int64 [B, W].
+            consecutive: Whether each row of a window is the successor of the one before.
+            mask: bool [B, W]: which of them count; the others become 0, and "mask" tells.
+            more: What else the batch is to hold, [B, W, ...].
+        """
+        records = self._records.take(rows)
+        values: dict[Path, Array] = {field.path: records[field.name] for field in self._fields}
+        last = rows
+        if self._reading.n_step > 1:
+            last = self._sum_rewards(rows, values)
+        if self._linked:
+            self._add_states(records, rows, last, values, consecutive and last is rows)
+        if self._reading.frame_stack is not None:
+            self._stack_observations(rows, values)
+        if mask is not None:
+            for array in values.values():
+                array[~mask] = 0
+            values["mask",] = mask.copy()
+        values.update(more or {})
+        tensors = {path: torch.from_numpy(array) for path, array in values.items()}
+        for path, dtype in self._layout.reinterpreted.items():
+            if path in tensors:
+                tensors[path] = tensors[path].view(dtype)
+        return nested(tensors, rows.shape)
+
+    # ---- states ----------------------------------------------------------------------------------
+
+    def _add_states(
+        self, records: Array, rows: Array, last: Array, values: dict[Path, Array], consecutive: bool
+    ) -> None:
+        """Adds the states that the rows `last` lead to."""
+        following = self.states_after(last[:, -1:] if consecutive else last)
+        for field in self._linked:
+            path: Path = ("next", *field.path)
+            values[path] = following[field.name]
+            if consecutive and rows.shape[1] > 1:
+                values[path] = np.concatenate([records[field.name][:, 1:], values[path]], axis=1)
+            if self._reading.frame_stack is not None and field.path[0] == "observation":
+                # What is seen next: the last frames but for the oldest, and the new one.
+                stacked = self._records[field.name][self._history(last)]
+                stacked[:, :, :-1] = stacked[:, :, 1:].copy()
+                stacked[:, :, -1] = values[path]
+                values[path] = stacked
+
+    def _stack_observations(self, rows: Array, values: dict[Path, Array]) -> None:
+        for field in self._fields:
+            if field.path[0] == "observation":
+                values[field.path] = self._records[field.name][self._history(rows)]
+
+    def states_after(self, rows: Array) -> Array:
+        """Records of the shape of `rows` whose linked fields are the states that they lead to."""
+        following = self._links.successor[rows]
+        ended = following >= self._links.capacity
+        if not ended.any():
+            return self._records.take(following)
+        slots = following[ended] - self._links.capacity
+        following[ended] = 0  # any row, to be overwritten
+        found = self._records.take(following)
+        for field in self._layout.linked:
+            found[field.name][ended] = self._side[field.name][slots]
+        return found
+
+    def _history(self, rows: Array) -> Array:
+        """The rows of the frames of a stack, oldest first, int64 [B, W, frame_stack].
+
+        At an episode's beginning its first row stands for those that are not there.
+        """
+        frames = [rows]
+        for _ in range(self._reading.history):
+            before = self._links.predecessor[frames[0]]
+            frames.insert(0, np.where(before == NOBODY, frames[0], before))
+        return np.stack(frames, axis=-1)
+
+    # ---- n-step rewards --------------------------------------------------------------------------
+
+    def _sum_rewards(self, rows: Array, values: dict[Path, Array]) -> Array:
+        """Sums up the rewards of up to n rows, and gives the last of these rows, int64 [B, W].
+
+        Everything under "next" is then what that row holds, and ("next", "discount") the power of
+        gamma with which the value of the state after it counts.
+        """
+        n_step, gamma = self._reading.n_step, self._reading.gamma
+        total = self._records[_name(REWARD)][rows].astype(np.float64)
+        discount = np.full(rows.shape, gamma)
+        last, goes_on = rows, np.ones(rows.shape, bool)
+        for _ in range(n_step - 1):
+            following = self._links.successor[last]
+            goes_on = goes_on & (following < self._links.capacity)  # else an end, or a cut
+            last = np.where(goes_on, following, last)
+            reward = self._records[_name(REWARD)][last].astype(np.float64)
+            total += np.where(goes_on, discount * reward, 0.0)
+            discount = np.where(goes_on, discount * gamma, discount)
+        records = self._records.take(last)
+        for field in self._fields:
+            if field.path[0] == "next":
+                values[field.path] = records[field.name]
+        if REWARD in values:
+            values[REWARD] = total.astype(values[REWARD].dtype)
+        values["next", "discount"] = discount.astype(np.float32)
+        return last
+
+
+def _name(path: Path) -> str:
+    return "/".join(path)
