@@ -147,12 +147,11 @@ def run(work: Work, options: argparse.Namespace) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--task", choices=sorted({work.task for work in WORKS}))
-    parser.add_argument("--num-envs", type=int)
-    parser.add_argument("--num-steps", type=int, help="of each environment in a rollout")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=report.Help)
+    tasks = sorted({work.task for work in WORKS})
+    parser.add_argument("--task", choices=tasks, help="what is done; all without it")
+    parser.add_argument("--num-envs", type=int, help="environments; without it as the work has it")
+    parser.add_argument("--num-steps", type=int, help="of each environment in a rollout; likewise")
     parser.add_argument("--workers", type=int, default=2, help="of gymtask's process mode")
     report.add_options(parser, seconds=0.8)
     options = parser.parse_args(arguments)

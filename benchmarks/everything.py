@@ -1,62 +1,99 @@
-"""Runs every benchmark of this folder and puts the tables into benchmarks/README.md.
+"""Runs every benchmark of this folder, or puts what they left into both READMEs.
 
-    python benchmarks/everything.py --out benchmarks/results
+    python benchmarks/everything.py
+    python benchmarks/everything.py --tables
 
-About 35 minutes on two cores with all peers installed. Run it on a machine that does nothing else.
-With `--tables` nothing is measured: the tables that lie in the folder are put in again.
+The first command measures, about 55 minutes on two cores with all peers installed; run it on a
+machine that does nothing else. The second measures nothing: it puts the tables of the folder into
+benchmarks/README.md, and what they say in short into README.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import headline
 import summary
+from report import Help
 
 HERE = Path(__file__).parent
-SCRIPTS = ("collect.py", "stragglers.py", "startup.py", "vector_step.py")
+SCRIPTS = {
+    "collect.py": "--seconds 0.4",
+    "stragglers.py": "--seconds 0.8",
+    # Without spawn, which imports everything anew in each worker, as forkserver does here.
+    "startup.py": "--only gymtask,fork",
+    "vector_step.py": "--seconds 0.4",
+    "replay.py": "--seconds 0.4",
+    "memory.py": "",
+}
 TABLES = (
     "collect_cartpole_8",
     "collect_cartpole_64",
     "collect_cheetah_8",
     "collect_pong_8",
-    "stragglers",
+    "stragglers_512",
+    "stragglers_128",
     "startup_8",
     "startup_32",
     "vector_step",
+    "replay_windows",
+    "replay_following",
+    "replay_single",
+    "replay_prioritized",
+    "replay_extend",
+    "replay_interleaved",
+    "memory",
 )
-BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 
 
-def insert(text: str, tables: Sequence[str]) -> str:
-    """The text with the tables between its two marks."""
-    before, _, rest = text.partition(BEGIN)
-    _, mark, after = rest.partition(END)
+def insert(path: Path, name: str, parts: Sequence[str]) -> None:
+    """Puts parts between the two marks of that name in a file; without parts it stays as it is."""
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    before, _, rest = path.read_text().partition(begin)
+    _, mark, after = rest.partition(end)
     if not mark:
-        raise ValueError(f"the README must hold {BEGIN} and after it {END}")
-    return "\n\n".join([before + BEGIN, *(table.strip() for table in tables), END]) + after
+        raise ValueError(f"{path} must hold {begin} and after it {end}")
+    if parts:
+        path.write_text("\n\n".join([before + begin, *parts, end]) + after)
+    print(f"{len(parts)} parts in {path}")
+
+
+def command(script: str, rounds: int, out: Path) -> list[str]:
+    """How a benchmark is run."""
+    words = [sys.executable, str(HERE / script), "--rounds", str(rounds)]
+    # Tables name the command, and are read on other machines: no absolute path.
+    return [*words, *shlex.split(SCRIPTS[script]), "--out", os.path.relpath(out)]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
+    parser.add_argument("--rounds", type=int, default=5, help="of every benchmark")
+    parser.add_argument(
+        "--out", type=Path, default=HERE / "results", help="where JSON, tables and plots lie"
     )
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=HERE / "results")
-    parser.add_argument("--readme", type=Path, default=HERE / "README.md")
-    parser.add_argument("--tables", action="store_true", help="measure nothing")
+    parser.add_argument(
+        "--tables", action="store_true", help="measure nothing, and write the READMEs instead"
+    )
+    parser.add_argument(
+        "--into", type=Path, default=HERE.parent, help="the folder of README.md and benchmarks/"
+    )
     options = parser.parse_args(arguments)
-    for script in () if options.tables else SCRIPTS:
-        command = [sys.executable, str(HERE / script), "--rounds", str(options.rounds)]
-        subprocess.run([*command, "--out", str(options.out)], check=True)
+    if not options.tables:
+        for script in SCRIPTS:
+            subprocess.run(command(script, options.rounds, options.out), check=True)
+        return
     paths = [options.out / f"{name}.md" for name in TABLES]
     tables = [summary.table(options.out)]
     tables += [path.read_text() for path in paths if path.exists()]
-    options.readme.write_text(insert(options.readme.read_text(), tables))
-    print(f"{len(tables)} tables in {options.readme}")
+    tables = [table.strip() for table in tables]
+    insert(options.into / "benchmarks" / "README.md", "results", tables)
+    insert(options.into / "README.md", "speed", headline.paragraphs(options.out))
 
 
 if __name__ == "__main__":

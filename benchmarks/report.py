@@ -31,8 +31,18 @@ PACKAGES = (
     "torchrl",
     "tianshou",
     "envpool",
+    "cpprb",
     "pufferlib",
 )
+
+
+class Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    """Prints the description as it stands, and the default of each option that has one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default is None or action.default is False:
+            return action.help
+        return super()._get_help_string(action)
 
 
 @dataclass(frozen=True)
@@ -215,7 +225,7 @@ def provenance(record: dict[str, Any]) -> str:
 
 def add_options(parser: argparse.ArgumentParser, seconds: float | None = None) -> None:
     """The options that all benchmarks have."""
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=5, help="how often each is measured")
     if seconds is not None:
         parser.add_argument(
             "--seconds", type=float, default=seconds, help="of each candidate in each round"

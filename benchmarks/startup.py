@@ -161,10 +161,10 @@ def run(num_workers: int, options: argparse.Namespace) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=report.Help)
+    parser.add_argument(
+        "--num-workers", type=int, nargs="+", default=[8, 32], help="a table for each"
     )
-    parser.add_argument("--num-workers", type=int, nargs="+", default=[8, 32])
     report.add_options(parser)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)

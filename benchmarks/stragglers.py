@@ -7,7 +7,8 @@ Each step sleeps for a time of its environment's own fixed sequence: lognormal, 
 time) steps a second. That limit is taken for the very steps that were made while a candidate was
 measured, in two forms: with the mean of the times that were asked for, and with the mean that such
 a step really takes on this machine when one environment is alone, measured just before, since a
-sleep is always longer than asked for.
+sleep is always longer than asked for. The longer a rollout, the less it counts that at its end some
+have nothing to do: there are two tables, for rollouts of 512 and of 128 steps of each environment.
 """
 
 from __future__ import annotations
@@ -128,15 +129,25 @@ def mean_asked(first: Any, end: Any) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=report.Help)
+    parser.add_argument(
+        "--num-steps",
+        type=int,
+        nargs="+",
+        default=[512, 128],
+        help="of each environment in a rollout; a table for each",
     )
-    parser.add_argument("--num-steps", type=int, default=128, help="a rollout holds 16 times that")
     report.add_options(parser, seconds=1.0)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    chosen = choose(candidates(options.num_steps, options.seconds), BASE, options.only)
-    preload(chosen)
+    preload(choose(candidates(1, options.seconds), BASE, options.only))
+    for num_steps in options.num_steps:
+        run(num_steps, options)
+
+
+def run(num_steps: int, options: argparse.Namespace) -> None:
+    """Measures, prints and writes one table."""
+    chosen = choose(candidates(num_steps, options.seconds), BASE, options.only)
     outcomes = alternate(chosen, options.rounds)
     columns = (
         report.Column("steps/s", "steps_per_second"),
@@ -148,9 +159,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "The mean step time is that of one environment alone on this machine, and in the column"
         " after it the mean of the sleeps that were asked for.",
     )
-    title = f"{NUM_STRAGGLERS} stragglers, rollouts of {options.num_steps} steps each"
+    title = f"{NUM_STRAGGLERS} stragglers, rollouts of {num_steps} steps each"
     report.Report(
-        "stragglers", title, BASE, columns, outcomes, vars(options), notes
+        f"stragglers_{num_steps}", title, BASE, columns, outcomes, vars(options), notes
     ).write(options.out)  # fmt: skip
 
 

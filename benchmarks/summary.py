@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from report import Help
+
 WORKS = {
     "collect_cartpole_8": "CartPole-v1, 8",
     "collect_cartpole_64": "CartPole-v1, 64",
@@ -84,10 +86,8 @@ def table(folder: Path) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("folder", type=Path)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
+    parser.add_argument("folder", type=Path, help="where the JSON lies")
     print(table(parser.parse_args(arguments).folder))
 
 

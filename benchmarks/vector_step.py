@@ -78,11 +78,9 @@ def candidates(num_envs: int, workers: int, seconds: float) -> list[Candidate]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--num-envs", type=int, default=64)
-    parser.add_argument("--workers", type=int, default=2)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=report.Help)
+    parser.add_argument("--num-envs", type=int, default=64, help="environments")
+    parser.add_argument("--workers", type=int, default=2, help="of gymtask's process mode")
     report.add_options(parser, seconds=1.0)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)

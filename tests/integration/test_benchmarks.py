@@ -76,7 +76,7 @@ def read(folder: Path, stem: str) -> dict[str, Any]:
         ),
         (
             "stragglers.py",
-            "stragglers",
+            "stragglers_4",
             "--num-steps 4 --seconds 0.05 --only",
             "by hand, AsyncVectorEnv",
             ["by hand, ready set", "gymtask process, first_come"],
@@ -94,6 +94,62 @@ def read(folder: Path, stem: str) -> dict[str, Any]:
             "--num-envs 4 --seconds 0.05 --only",
             "AsyncVectorEnv",
             ["SyncVectorEnv", "vector_entry_point"],
+        ),
+        (
+            "replay.py",
+            "replay_windows",
+            "--table windows --num-rows 3000 --seconds 0.02 --only",
+            "index_select per key",
+            [
+                "torch fancy index per key",
+                "numpy take per key",
+                "packed record, one copy a window",
+                "gymtask in memory",
+                "gymtask in memory, made contiguous",
+                "gymtask on disk",
+            ],
+        ),
+        (
+            "replay.py",
+            "replay_following",
+            "--table following --num-rows 3000 --seconds 0.02 --only",
+            "index_select per key",
+            ["gymtask on disk", "gymtask in memory, rows of 8 environments"],
+        ),
+        (
+            "replay.py",
+            "replay_single",
+            "--table single --num-rows 3000 --seconds 0.02 --only",
+            "index_select per key",
+            ["packed record, index_select", "gymtask in memory"],
+        ),
+        (
+            "replay.py",
+            "replay_prioritized",
+            "--table prioritized --num-rows 3000 --seconds 0.02 --only",
+            "index_select per key, without priorities",
+            ["numpy take per key, sums over all rows", "gymtask in memory"],
+        ),
+        (
+            "replay.py",
+            "replay_extend",
+            "--table extend --num-rows 3000 --seconds 0.02 --only",
+            "numpy slice write per key",
+            ["torch slice write per key", "gymtask in memory", "gymtask on disk"],
+        ),
+        (
+            "replay.py",
+            "replay_interleaved",
+            "--table interleaved --num-rows 3000 --seconds 0.02 --only",
+            "numpy slice write per key",
+            ["gymtask in memory"],
+        ),
+        (
+            "memory.py",
+            "memory",
+            "--num-frames 1000 --only",
+            "frames alone",
+            ["gymtask frame_stack=4"],
         ),
     ],
 )
@@ -132,6 +188,36 @@ def test_a_peer_that_is_not_installed_is_a_row_that_says_so(tmp_path: Path) -> N
         assert rows[name]["error"] in (None, "stable_baselines3 is not installed")
 
 
+def test_a_wrong_batch_of_a_replay_buffer_is_found() -> None:
+    code = """
+import numpy as np
+from stores import BATCH, KEYS, Rows
+
+rows = Rows(3000)
+starts = rows.starts(8)[:BATCH]
+right = rows.some((starts[:, None] + np.arange(8)).ravel(), KEYS)
+end = np.flatnonzero(rows.values["next/done"])[0]
+across = (np.r_[starts[:-1], end][:, None] + np.arange(8)).ravel()
+
+def said(batch):
+    try:
+        rows.check(batch, 8, set(KEYS))
+    except ValueError as error:
+        return str(error)
+
+print(said(right))
+print(said(right | {"action": right["action"][::-1]}))
+print(said(rows.some(across, KEYS)))
+print(said(rows.some(slice(0, 8 * BATCH), KEYS[1:])))
+"""
+    assert [line.partition(" [")[0] for line in run("-c", code).splitlines()] == [
+        "None",
+        "action of a batch is not what the rows hold",
+        "a window has rows that do not follow each other",
+        "a batch has the keys",
+    ]
+
+
 def test_a_candidate_that_fails_stops_no_other_and_nothing_outlives_its_measurement() -> None:
     lines = dict(line.split(": ", 1) for line in run("-c", CANDIDATES).splitlines())
     assert lines["good"] == "[{'value': 2.0}, {'value': 2.0}]"
@@ -143,19 +229,126 @@ def test_a_candidate_that_fails_stops_no_other_and_nothing_outlives_its_measurem
         assert not Path(f"/proc/{int(metrics['pid'])}").exists()
 
 
-def test_tables_are_put_between_the_marks_of_the_readme(tmp_path: Path) -> None:
-    readme = tmp_path / "README.md"
-    readme.write_text((FOLDER / "README.md").read_text())
-    (tmp_path / "vector_step.md").write_text("### A table\n")
+@pytest.fixture
+def readmes(tmp_path: Path) -> Path:
+    """A folder with copies of both READMEs."""
+    (tmp_path / "benchmarks").mkdir()
+    for name in ("README.md", "benchmarks/README.md"):
+        (tmp_path / name).write_text((FOLDER.parent / name).read_text())
+    return tmp_path
+
+
+def test_tables_are_put_between_the_marks_of_the_readme(readmes: Path) -> None:
+    (readmes / "vector_step.md").write_text("### A table\n")
     for _ in range(2):  # the second time it replaces what the first put in
         run(
             str(FOLDER / "everything.py"),
-            *("--tables", "--out", str(tmp_path), "--readme", str(readme)),
+            *("--tables", "--out", str(readmes), "--into", str(readmes)),
         )
-    assert readme.read_text().count("### A table") == 1
+    found = (readmes / "benchmarks" / "README.md").read_text()
+    assert found.count("### A table") == 1
     before, _, after = (FOLDER / "README.md").read_text().partition("<!-- results: begin -->")
-    assert readme.read_text().startswith(before)
-    assert readme.read_text().endswith(after.partition("<!-- results: end -->")[2])
+    assert found.startswith(before)
+    assert found.endswith(after.partition("<!-- results: end -->")[2])
+    # Where nothing was measured, the README goes on saying what it said.
+    assert (readmes / "README.md").read_text() == (FOLDER.parent / "README.md").read_text()
+
+
+def test_the_readme_says_what_the_tables_of_the_benchmarks_say() -> None:
+    code = "import json, headline; print(json.dumps([headline.ROWS, headline.WORKS]))"
+    names_of, works = json.loads(run("-c", code))
+    tables = (FOLDER / "README.md").read_text()
+    short = (FOLDER.parent / "README.md").read_text().partition("<!-- speed: begin -->")[2]
+    lines = [line.strip("| ").split(" | ") for line in short.splitlines() if line[:2] == "| "]
+    assert lines[0] == ["candidate", *works.values()]
+    assert [line[0] for line in lines[2:]] == list(names_of)
+    for label, *cells in lines[2:]:
+        for work, cell in zip(works.values(), cells, strict=True):
+            table = tables.partition(f"### {work} environments")[2].partition("###")[0]
+            rows = [line.split(" | ") for line in table.splitlines()]
+            found = [row[2] for row in rows if row[0].removeprefix("| ") in names_of[label]]
+            figure = cell.strip("* ")
+            assert any(each.startswith(figure) for each in found) == bool(figure), (label, work)
+
+
+def test_everything_runs_the_commands_that_the_readme_names_and_writes_no_readme() -> None:
+    code = """
+import os, shlex, subprocess, everything
+os.chdir(everything.HERE.parent)
+subprocess.run = lambda words, check: print(shlex.join(words[1:]))
+everything.insert = None
+everything.main([])
+"""
+    ran = [line.removeprefix(f"{FOLDER.parent}/") for line in run("-c", code).splitlines()]
+    text = (FOLDER / "README.md").read_text()
+    assert [line for line in text.splitlines() if line.startswith("python benchmarks/")] == [
+        f"python {line}" for line in ran
+    ]
+
+
+@pytest.mark.parametrize(
+    ("script", "defaults"),
+    [
+        ("collect.py", {"--rounds": "5", "--seconds": "0.8", "--workers": "2"}),
+        ("stragglers.py", {"--num-steps": "[512, 128]", "--seconds": "1.0"}),
+        ("startup.py", {"--num-workers": "[8, 32]", "--rounds": "5"}),
+        ("vector_step.py", {"--num-envs": "64", "--workers": "2"}),
+        ("replay.py", {"--num-rows": "1000000", "--seconds": "0.4"}),
+        ("memory.py", {"--num-frames": "100000", "--rounds": "5"}),
+        ("everything.py", {"--rounds": "5"}),
+    ],
+)
+def test_help_keeps_the_description_and_shows_defaults(
+    script: str, defaults: dict[str, str]
+) -> None:
+    text = run(str(FOLDER / script), "--help")
+    assert f"\n    python benchmarks/{script}" in text
+    options = " ".join(text.partition("\noptions:\n")[2].split())
+    for name, value in defaults.items():
+        own = options.partition(f"{name} {name[2:].replace('-', '_').upper()}")[2]
+        assert own.partition(" --")[0].endswith(f"(default: {value})"), name
+    assert "default: None" not in text
+
+
+def test_the_headline_takes_the_fastest_of_a_row_and_leaves_out_what_was_not_measured(
+    tmp_path: Path,
+) -> None:
+    def row(**metrics: float) -> dict[str, Any]:
+        return {"rounds": [metrics, metrics], "error": None}
+
+    def write(stem: str, rows: dict[str, Any], **options: str) -> None:
+        record = {"rows": rows, "options": options, "machine": {"cores": 3}}
+        (tmp_path / f"{stem}.json").write_text(json.dumps(record))
+
+    rates = {
+        "by hand, SyncVectorEnv": 1000,
+        "by hand, EnvPool, 1 thread": 2000,
+        "by hand, EnvPool, 2 threads": 3000,
+        "gymtask sync": 1500,
+        "gymtask sync, log-probabilities in a hook": 9000,
+    }
+    write("collect_pong_8", {name: row(steps_per_second=each) for name, each in rates.items()})
+    steps = {"AsyncVectorEnv": 10, "SyncVectorEnv": 20, "vector_entry_point": 500}
+    steps["gymtask.make_vec, process"] = 45
+    vector = {name: row(steps_per_second=each) for name, each in steps.items()}
+    write("vector_step", vector, num_envs="7", workers="2")
+    shares = {"gymtask process, first_come": 0.85, "gymtask process, equal": 0.7}
+    shares |= {"by hand, ready set": 0.8, "by hand, AsyncVectorEnv": 0.15}
+    write("stragglers_512", {name: row(share=each) for name, each in shares.items()})
+    write("stragglers_128", {name: row(share=each / 2) for name, each in shares.items()})
+    lines = run(str(FOLDER / "headline.py"), str(tmp_path))
+    text = " ".join(lines.replace("\u00a0", " ").split())
+    assert "Measured alternately, 2 rounds, on 3 cores" in text
+    assert "| candidate | ALE/Pong-v5, 8 |\n" in lines
+    assert "| by hand, `SyncVectorEnv`, steps/s | 1,000 |\n" in lines
+    assert "| by hand, EnvPool, best of 1 and 2 threads | **3.00** |\n" in lines
+    assert "| by hand, the id's own `VectorEnv` |  |\n" in lines
+    assert "| gymtask, sync | 1.50 |\n" in lines
+    assert "7 CartPole-v1 in 2 workers: 4.5 times as fast as `AsyncVectorEnv`" in text
+    assert "`SyncVectorEnv` is 2.0 times as fast, CartPole-v1's own `VectorEnv`" in text
+    assert '85 % of what is possible with `allocation="first_come"`, for 70 % with' in text
+    assert "whoever is ready keeps them for 80 %, Gymnasium's `AsyncVectorEnv` for 15 %" in text
+    assert "rollouts of 512 steps; of 128 steps: 42 %, 35 %, 40 %, 8 %)." in text
 
 
 def test_the_summary_compares_with_the_fastest_candidate_of_each_peer(tmp_path: Path) -> None:

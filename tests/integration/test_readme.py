@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.tasks import TAXI
+import gymtask
+from gymtask.testing import ScriptedEnv
+from tests.tasks import TAXI, collect, make_task
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -35,6 +39,31 @@ def test_every_file_and_command_that_it_names_exists() -> None:
         assert (ROOT / link).exists(), link
     for script in re.findall(r"(?:python|bash) ([\w./]+)", README):
         assert (ROOT / script).exists(), script
+
+
+def test_the_table_of_a_row_names_every_key_shape_and_dtype() -> None:
+    def get_environment(self: Any) -> gymtask.Environment:
+        return gymtask.Environment(lambda: ScriptedEnv((3, 5), start=2), info_keys=("t",))
+
+    task = make_task(
+        get_environment=get_environment,
+        get_values=lambda self, model, states: states["observation"][:, 0],
+    )
+    rows = collect(task, 12)[0].samples
+    table = README.partition("## What a row holds")[2].partition("\n## ")[0].replace("lives", "t")
+    said: dict[Any, tuple[str, str]] = {}
+    for line in table.splitlines():
+        if line.startswith("| `"):
+            keys, shape, dtype = line.strip("| ").split(" | ")
+            for key in re.findall("`([^`]+)`", keys):
+                if key.startswith(('"', "(")) and key not in ('"0"', '"1"', '"log_prob"'):
+                    said[ast.literal_eval(key)] = (shape, dtype)
+    found = {key: rows[key] for key in rows.keys(include_nested=True, leaves_only=True)}
+    assert found.keys() == said.keys()
+    for key, (shape, dtype) in said.items():
+        if shape == "()":
+            assert (found[key].shape, f"torch.{dtype}") == ((len(rows),), str(found[key].dtype))
+    assert set(rows["action"].tolist()) == {0, 1}  # the environment got 2 and 3
 
 
 @pytest.mark.parametrize("extra", ["examples", "test", "dev"])
