@@ -67,11 +67,6 @@ class PriorityTree:
             size = padded // FAN
         self.weights = self._levels[0][:capacity]
 
-    @property
-    def total(self) -> float:
-        """The sum of all weights."""
-        return float(self._levels[-1].sum())
-
     def set(self, rows: Array, weights: Array | float) -> None:
         """Sets the weights, float64 [n], of rows, int64 [n]; of equal rows the last counts."""
         self._levels[0][rows] = weights

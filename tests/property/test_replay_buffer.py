@@ -184,4 +184,3 @@ def test_rows_are_drawn_by_priority(size: int, seed: int) -> None:
     border = np.abs(numbers * sums[-1] - sums[np.minimum(expected, size - 1)]) < 1e-9
     border |= np.abs(numbers * sums[-1] - (sums - weights)[np.minimum(expected, size - 1)]) < 1e-9
     assert (found == expected)[~border].all()
-    assert tree.total == pytest.approx(sums[-1])
