@@ -22,6 +22,10 @@ environment; when it comes from a process, its cause is a `WorkerTraceback` that
 the traceback.
 """
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+
 
 class GymtaskError(Exception):
     """Base class of all errors of gymtask."""
@@ -102,6 +106,21 @@ class WorkerTraceback(Exception):
 
     def __str__(self) -> str:
         return f"\n{self.text}"
+
+
+def note_others(
+    error: BaseException, others: Sequence[tuple[int, BaseException]], otherwise: str
+) -> None:
+    """Lets an exception tell what else was raised.
+
+    Args:
+        error: The exception.
+        others: The rest, each with the environment that raised it, or -1.
+        otherwise: Who raised it where that is not known, such as "closing the pool then".
+    """
+    for env_id, other in others:
+        who = f"environment {env_id} also" if env_id >= 0 else otherwise
+        error.add_note(f"{who} raised {type(other).__name__}: {other}")
 
 
 class CutReturnWarning(UserWarning):

@@ -41,11 +41,11 @@ def assemble(pieces: Sequence[Piece], info_keys: Sequence[str]) -> TensorDict:
     content: dict[str, Any] = {}
     following: dict[str, Any] = {}
     for key in pieces[0].tape.states:
-        _put(content, key, torch.from_numpy(selection.states(key)))
-        _put(following, key, torch.from_numpy(selection.next_states(key)))
+        put(content, key, torch.from_numpy(selection.states(key)))
+        put(following, key, torch.from_numpy(selection.next_states(key)))
     for key in pieces[0].tape.rows:
         if key not in (REWARD, FLAGS):
-            _put(content, key, torch.from_numpy(selection.rows(key)))
+            put(content, key, torch.from_numpy(selection.rows(key)))
     following |= _outcome(selection)
     if info_keys:
         following["info"] = _info_columns(
@@ -84,7 +84,7 @@ def value_states(pieces: Sequence[Piece]) -> TensorDict:
     selection = Selection(pieces)
     content: dict[str, Any] = {}
     for key in pieces[0].tape.states:
-        _put(content, key, torch.from_numpy(selection.all_states(key)))
+        put(content, key, torch.from_numpy(selection.all_states(key)))
     content.update(_counters(pieces, lengths))
     return TensorDict(content, batch_size=[sum(lengths)])
 
@@ -113,7 +113,8 @@ def _counters(pieces: Sequence[Piece], lengths: Sequence[int]) -> dict[str, Tens
     return {key: torch.from_numpy(column) for key, column in counters.items()}
 
 
-def _put(target: dict[str, Any], key: Key, value: Any) -> None:
+def put(target: dict[str, Any], key: Key, value: Any) -> None:
+    """Puts a value into nested dicts, which are made where they are not there."""
     for part in key[:-1]:
         target = target.setdefault(part, {})
     target[key[-1]] = value

@@ -21,6 +21,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from gymtask.errors import ConfigurationError
+from gymtask.trajectory import put
 from gymtask.workers.layout import Array
 
 Path = tuple[str, ...]
@@ -142,8 +143,5 @@ def nested(values: Mapping[Path, Tensor], batch_size: Sequence[int]) -> TensorDi
     """A TensorDict of values by path."""
     content: dict[str, Any] = {}
     for path, value in values.items():
-        target = content
-        for part in path[:-1]:
-            target = target.setdefault(part, {})
-        target[path[-1]] = value
+        put(content, path, value)
     return TensorDict(content, batch_size=batch_size)

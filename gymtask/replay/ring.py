@@ -78,12 +78,14 @@ class Ring:
                 f"`capacity` must be at least the length of a trajectory, {max(incoming.lengths)},"
                 f" got {self.capacity}"
             )
-        layout = incoming.layout() if self.layout is None else self.layout
-        incoming.check(layout)
+        changed: list[Field] = []
         if self.layout is None:
-            self.begin(layout)
+            self.begin(incoming.layout())
+        else:
+            incoming.check(self.layout)
+            changed = incoming.changed(self.layout)
         self._reserve(len(incoming.lengths))
-        self._store_twice(incoming.changed(layout))
+        self._store_twice(changed)
         return self._add_groups(incoming)
 
     def _reserve(self, num_pieces: int) -> None:

@@ -14,7 +14,7 @@ from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoA
 from gymnasium.vector import AsyncVectorEnv
 from gymnasium.vector.async_vector_env import AsyncState
 
-from gymtask.errors import WorkerDiedError
+from gymtask.errors import WorkerDiedError, note_others
 from gymtask.vector.rows import Batches
 from gymtask.workers.crew import Crew
 from gymtask.workers.handle import Failure
@@ -184,11 +184,9 @@ class CrewVectorEnv(AsyncVectorEnv[Any, Any]):
             last.error.add_note(
                 f"raised by environment {last.env_id} of {self.num_envs}, in a worker process"
             )
-        for other in [*others, *self._end(0.0 if died else self._limit())]:
-            who = "closing the vector environment then"
-            if other.env_id >= 0:
-                who = f"environment {other.env_id} also"
-            last.error.add_note(f"{who} raised {type(other.error).__name__}: {other.error}")
+        others += self._end(0.0 if died else self._limit())
+        pairs = [(other.env_id, other.error) for other in others]
+        note_others(last.error, pairs, "closing the vector environment then")
         return last
 
     def _limit(self) -> float:

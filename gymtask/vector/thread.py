@@ -17,7 +17,7 @@ from gymnasium.error import ClosedEnvironmentError
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.vector.utils import iterate
 
-from gymtask.errors import ConfigurationError
+from gymtask.errors import ConfigurationError, note_others
 from gymtask.vector.arguments import (
     checked_autoreset_mode,
     checked_makers,
@@ -127,7 +127,8 @@ class ThreadVectorEnv(SyncVectorEnv[Any, Any]):
                 failures.append((stepper.current, error))
         try:
             if failures:
-                raise _summed_up(failures)
+                note_others(failures[0][1], failures[1:], "another environment also")
+                raise failures[0][1]
             return answers
         finally:
             # The traceback keeps this frame. Kept by it in turn, the exceptions would stay until a
@@ -311,12 +312,3 @@ class _Thread(threading.Thread):
         """Does a job and waits for it."""
         self.begin(job)
         return self.end()
-
-
-def _summed_up(failures: Sequence[tuple[int, Exception]]) -> Exception:
-    """The first exception, with what other environments raised."""
-    (_, first), *others = failures
-    for env_id, other in others:
-        who = f"environment {env_id}" if env_id >= 0 else "another environment"
-        first.add_note(f"{who} also raised {type(other).__name__}: {other}")
-    return first

@@ -18,6 +18,7 @@ from gymtask.errors import (
     CollectionInterrupted,
     ConfigurationError,
     PoolStateError,
+    note_others,
 )
 from gymtask.workers.arguments import (
     action_arrays,
@@ -339,7 +340,7 @@ class WorkerPool(StepQueue):
             failures = self._end()
         except Exception as raised:
             failures = [(-1, raised)]
-        _add_notes(error, failures)
+        note_others(error, failures, "closing the pool then")
         try:
             if cause is None:
                 raise error  # with the cause that it has
@@ -380,10 +381,3 @@ class WorkerPool(StepQueue):
                 f"cannot {call} while actions of environments"
                 f" {np.flatnonzero(self._is_pending()).tolist()} are pending; call recv() first"
             )
-
-
-def _add_notes(error: BaseException, failures: Failures) -> None:
-    """Tells of what else went wrong."""
-    for env_id, other in failures:
-        who = f"environment {env_id} also" if env_id >= 0 else "closing the pool then"
-        error.add_note(f"{who} raised {type(other).__name__}: {other}")
