@@ -88,7 +88,7 @@ class Reader:
         if self._linked:
             self._add_states(records, rows, last, values, consecutive and last is rows)
         if self._reading.frame_stack is not None:
-            self._stack_observations(rows, values)
+            self._stack_observations(rows, last, values)
         if mask is not None:
             for array in values.values():
                 array[~mask] = 0
@@ -112,17 +112,23 @@ class Reader:
             values[path] = following[field.name]
             if consecutive and rows.shape[1] > 1:
                 values[path] = np.concatenate([records[field.name][:, 1:], values[path]], axis=1)
-            if self._reading.frame_stack is not None and field.path[0] == "observation":
+
+    def _stack_observations(self, rows: Array, last: Array, values: dict[Path, Array]) -> None:
+        """Puts stacks of frames in the place of single ones."""
+        history = self._history(rows)
+        before_next = history if last is rows else self._history(last)
+        for field in self._layout.fields.values():
+            if field.path[0] != "observation":
+                continue
+            if field.path in values:
+                values[field.path] = self._records[field.name][history]
+            path: Path = ("next", *field.path)
+            if path in values:
                 # What is seen next: the last frames but for the oldest, and the new one.
-                stacked = self._records[field.name][self._history(last)]
+                stacked = self._records[field.name][before_next]
                 stacked[:, :, :-1] = stacked[:, :, 1:].copy()
                 stacked[:, :, -1] = values[path]
                 values[path] = stacked
-
-    def _stack_observations(self, rows: Array, values: dict[Path, Array]) -> None:
-        for field in self._fields:
-            if field.path[0] == "observation":
-                values[field.path] = self._records[field.name][self._history(rows)]
 
     def states_after(self, rows: Array) -> Array:
         """Records of the shape of `rows` whose linked fields are the states that they lead to."""
@@ -157,15 +163,15 @@ class Reader:
         gamma with which the value of the state after it counts.
         """
         n_step, gamma = self._reading.n_step, self._reading.gamma
-        total = self._records[_name(REWARD)][rows].astype(np.float64)
+        rewards = self._records["/".join(REWARD)]
+        total = rewards[rows].astype(np.float64)
         discount = np.full(rows.shape, gamma)
         last, goes_on = rows, np.ones(rows.shape, bool)
         for _ in range(n_step - 1):
             following = self._links.successor[last]
             goes_on = goes_on & (following < self._links.capacity)  # else an end, or a cut
             last = np.where(goes_on, following, last)
-            reward = self._records[_name(REWARD)][last].astype(np.float64)
-            total += np.where(goes_on, discount * reward, 0.0)
+            total += np.where(goes_on, discount * rewards[last].astype(np.float64), 0.0)
             discount = np.where(goes_on, discount * gamma, discount)
         records = self._records.take(last)
         for field in self._fields:
@@ -175,7 +181,3 @@ class Reader:
             values[REWARD] = total.astype(values[REWARD].dtype)
         values["next", "discount"] = discount.astype(np.float32)
         return last
-
-
-def _name(path: Path) -> str:
-    return "/".join(path)

@@ -255,6 +255,17 @@ class TestFrameStacks:
             assert row["observation"].numpy().tobytes() == seen.tobytes()
             assert row["next", "observation"].numpy().tobytes() == next_seen.tobytes()
 
+    def test_a_next_observation_that_is_stored_twice_is_stacked_too(self) -> None:
+        rows = piece(0, 0, zeros(3), "")
+        rows["next", "observation"][1] = 77.0
+        buffer = filled(piece(1, 0, zeros(2), ""), frame_stack=2)
+        with pytest.warns(UserWarning, match="takes twice the memory"):
+            buffer.extend(rows)
+        for row in buffer.sample(100)[:, 0]:
+            if (row["trajectory_id"], row["step"]) == (0, 1):
+                assert row["observation"].tolist() == [[0, 0], [1, -1]]
+                assert row["next", "observation"].tolist() == [[1, -1], [77, 77]]
+
     def test_only_the_observation_is_stacked(self) -> None:
         rows = piece(0, 0, zeros(3), "")
         rows["memory"], rows["next", "memory"] = torch.zeros(3, 2), torch.zeros(3, 2)
