@@ -14,6 +14,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 
 from gymtask.errors import ActionError, HookError
+from gymtask.random_actions import RandomActions
 from gymtask.sampling import NoiseStreams
 from gymtask.spaces import ActionCodec, stored_dtype, to_numpy
 from gymtask.states import Column, States, entries_of
@@ -49,7 +50,7 @@ class Actor:
         task: Whose policy it is.
         noise: The action noise.
         codec: Checks and converts actions.
-        observation_columns: The leaves of the observation, as stored.
+        observation_columns: The leaves of the observation, as stored: single frames.
         carry_columns: The keys of `get_initial_carry`.
         initial_carry: For each of them the value at an episode's start.
         states: What the policy sees.
@@ -65,6 +66,7 @@ class Actor:
         capacity: int,
         noise: NoiseStreams,
         keep_float64: bool,
+        frame_stack: int | None,
     ) -> None:
         self.task, self.noise = task, noise
         self._space, self._capacity = observation_space, capacity
@@ -77,20 +79,34 @@ class Actor:
             )
             for leaf in space_leaves(observation_space, "observation")
         ]
-        self.states = States(observation_space, self.observation_columns, [], capacity)
+        self._seen_columns = self.observation_columns
+        if frame_stack is not None:
+            self._seen_columns = [
+                Column(column.key, (frame_stack, *column.shape), column.dtype)
+                for column in self.observation_columns
+            ]
+        self.states = States(observation_space, self._seen_columns, [], capacity)
 
-    def begin(self, model: Any, *, optimal: bool) -> None:
+    def begin(self, model: Any, *, optimal: bool, random_actions: bool = False) -> None:
         """Makes ready for calls with this model, whose initial carry is asked for.
+
+        Args:
+            model: What `get_actions` is given.
+            optimal: Likewise.
+            random_actions: Whether the actions that it returns are replaced by random ones.
 
         Raises:
             HookError: The carry breaks its contract.
         """
         self._model, self._optimal = model, optimal
         self._device = device_of(model)
+        self._random = None
+        if random_actions:
+            self._random = RandomActions(self.codec, self.noise.key[0], self.noise.first_env)
         self.debug = os.environ.get("GYMTASK_DEBUG", "0") not in ("", "0")
         self._read_carry()
         if self.carry_columns != self.states.carry_columns:
-            columns = self.observation_columns
+            columns = self._seen_columns
             self.states = States(self._space, columns, self.carry_columns, self._capacity)
         carried = {column.key[0] for column in self.carry_columns}
         self._not_returned = (RESERVED_KEYS | carried) - {"next"}
@@ -143,11 +159,21 @@ class Actor:
             torch._C._set_grad_enabled(False)
             returned = self.task.get_actions(self._model, states, self._optimal)
             answer = self._read_answer(returned, states, n)
+            if self._random is not None:
+                answer = self._randomized(answer, self._random.draw(env_ids, run_steps))
         finally:
             torch._C._set_grad_enabled(gradients)
             self.noise.end()
             view.restore()
         return answer
+
+    def _randomized(self, answer: Answer, actions: list[Array]) -> Answer:
+        if answer.extras:
+            raise HookError(
+                "`get_actions` must return actions alone where random ones are taken instead, got"
+                f" {sorted(answer.extras)} too, which would not belong to the action of the row"
+            )
+        return Answer(actions, self.codec.decode(actions), {}, answer.carries)
 
     def release(self, num_rows: int) -> None:
         """Called when an answer is stored, if `debug` is set.

@@ -57,7 +57,9 @@ class Collection:
         self.rollout = rollout_of(pool)
         self.dropped: list[Piece] = []
         self._actor = actor_of(task, pool, self.rollout)
-        self._actor.begin(model, optimal=options.optimal)
+        self._actor.begin(
+            model, optimal=options.optimal, random_actions=options.random_actions
+        )
         self.rollout.open(self._actor, self._num_rows())
         self.later: list[Piece] = []
         self._started = False
@@ -298,6 +300,7 @@ def actor_of(
             capacity=pool.num_envs,
             noise=noise,
             keep_float64=pool.workers[0].maker.keep_float64,
+            frame_stack=pool.workers[0].maker.frame_stack,
         )
     return actor
 

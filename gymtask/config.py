@@ -74,6 +74,8 @@ class DatasetConfig:
             has no part in on-policy training, which sees each collection alone.
         replacement: True draws windows uniformly with replacement; False visits every window once
             per pass.
+        off_policy: Whether collections join a `ReplayBuffer` that lives across epochs, from which
+            windows are drawn.
     """
 
     num_samples: int = 1
@@ -81,6 +83,7 @@ class DatasetConfig:
     stride: int = 1
     replay_buffer_sample_size: int = 10000
     replacement: bool = True
+    off_policy: bool = False
 
 
 @dataclass
@@ -301,6 +304,7 @@ def _dataset(config: DatasetConfig) -> Iterator[str]:
     yield from require_int("dataset.stride", config.stride, 1)
     yield from require_int("dataset.replay_buffer_sample_size", config.replay_buffer_sample_size, 1)
     yield from require_bool("dataset.replacement", config.replacement)
+    yield from require_bool("dataset.off_policy", config.off_policy)
 
 
 def _dataloader(name: str, config: DataLoaderConfig) -> Iterator[str]:

@@ -28,6 +28,7 @@ class CollectOptions:
     use_tqdm: bool = True
     allocation: str = "equal"
     whole_episodes: bool = False
+    random_actions: bool = False
 
     def check(self, num_envs: int) -> None:
         """Checks all values together.
@@ -48,7 +49,7 @@ class CollectOptions:
             yield from require_int("max_batch_size", self.max_batch_size, 1)
         if self.max_wait_time is not None:
             yield from require_number("max_wait_time", self.max_wait_time)
-        for flag in ("optimal", "use_tqdm", "whole_episodes"):
+        for flag in ("optimal", "use_tqdm", "whole_episodes", "random_actions"):
             yield from require_bool(flag, getattr(self, flag))
         yield from require_choice("allocation", self.allocation, ("equal", "first_come"))
 

@@ -162,13 +162,17 @@ class _Block:
 class NoiseStreams:
     """The noise of N environments.
 
-    `with streams.call(...)` makes it the source of the functions above.
+    Between `begin` and `end` it is the source of the functions above.
+
+    Attributes:
+        key: As the argument.
+        first_env: The global index of environment 0.
     """
 
     def __init__(self, key: NoiseKey, num_envs: int, first_env: int = 0) -> None:
         self.key = key
         self._num_envs = num_envs
-        self._first_env = first_env
+        self.first_env = first_env
         self._blocks: dict[tuple[Any, ...], _Block] = {}
         self._states: TensorDictBase | None = None
         self._env_ids: Array = np.empty(0, np.int64)
@@ -247,7 +251,7 @@ class NoiseStreams:
                     seed,
                     spawn_key=(
                         PURPOSES[purpose],
-                        self._first_env + index,
+                        self.first_env + index,
                         count,
                         draw,
                         _KINDS[kind][0],

@@ -114,12 +114,16 @@ class ActionCodec:
             return rows
         return [rule.decode(row) for rule, row in zip(self._rules, rows, strict=True)]
 
-    def rows_of(self, action: Any) -> Any:
-        """The row [*shape] to store for one action such as `space.sample()` gives."""
-        rows = [
-            torch.from_numpy(np.array(rule.inverse(np.asarray(value))))
-            for rule, value in zip(self._rules, flatten(self.space, action), strict=True)
+    def inverse(self, action: Any) -> list[Array]:
+        """For each leaf the row [*shape] to store for one action such as `space.sample()` gives."""
+        values = flatten(self.space, action)
+        return [
+            rule.inverse(np.asarray(value)) for rule, value in zip(self._rules, values, strict=True)
         ]
+
+    def rows_of(self, action: Any) -> Any:
+        """The same as tensors, nested as the space is."""
+        rows = [torch.from_numpy(np.array(row)) for row in self.inverse(action)]
         return nest_tensors(self.space, rows)
 
 

@@ -16,7 +16,7 @@ from gymtask.environment import Environment, warn_of_other_spaces
 from gymtask.errors import HookError
 from gymtask.hooks import ConfigT, ModelT, State, TaskHooks
 from gymtask.options import CollectOptions
-from gymtask.replay import MultiReplaySamples, ReplayDataset
+from gymtask.replay import MultiReplaySamples, ReplayBuffer, ReplayDataset
 from gymtask.workers.pool import WorkerPool
 from gymtask.workers.worker import BaseEnvironmentWorker, make_workers
 
@@ -62,6 +62,7 @@ class ReinforcementLearningTask(TaskHooks[ConfigT, ModelT]):
         batch_keys: Keys that training batches hold; None gives all of them.
         forward_methods: Names of methods of the model, beside `forward`, that run its parameters.
         num_evaluations: Evaluations made so far; each has random streams of its own.
+        replay_buffer: That of a run with `dataset.off_policy`; None before it begins.
     """
 
     def __init__(self, config: ConfigT) -> None:
@@ -78,6 +79,7 @@ class ReinforcementLearningTask(TaskHooks[ConfigT, ModelT]):
         self._has_compared_spaces = False
         self._num_clips = 0
         self.num_evaluations = 0
+        self.replay_buffer: ReplayBuffer | None = None
 
     # ---- environments ----------------------------------------------------------------------------
 
@@ -138,6 +140,7 @@ class ReinforcementLearningTask(TaskHooks[ConfigT, ModelT]):
         use_tqdm: bool = True,
         allocation: str = "equal",
         whole_episodes: bool = False,
+        random_actions: bool = False,
     ) -> Iterator[TensorDict]:
         """Collects from the environments and yields one postprocessed trajectory [T] at a time.
 
@@ -162,6 +165,9 @@ class ReinforcementLearningTask(TaskHooks[ConfigT, ModelT]):
                 and it does.
             whole_episodes: Whether begun episodes are finished and nothing is cut; `total_samples`
                 is then a lower bound.
+            random_actions: Whether actions are drawn from the action space instead, as its
+                `sample()` does. What an environment gets depends on the seed, its index and
+                "run_step" alone. `get_actions` is still asked, for the carries.
 
         Raises:
             ConfigurationError: An argument breaks its rule; raised by the call itself, before
@@ -178,6 +184,7 @@ class ReinforcementLearningTask(TaskHooks[ConfigT, ModelT]):
             use_tqdm=use_tqdm,
             allocation=allocation,
             whole_episodes=whole_episodes,
+            random_actions=random_actions,
         )
         return samples.iter_samples(self, model, worker_pool, options)
 
@@ -196,6 +203,7 @@ class ReinforcementLearningTask(TaskHooks[ConfigT, ModelT]):
         use_tqdm: bool = True,
         allocation: str = "equal",
         whole_episodes: bool = False,
+        random_actions: bool = False,
     ) -> MultiReplaySamples:
         """Collects as `iter_samples` does, and returns all pieces, ordered by environment and time.
 
@@ -220,11 +228,30 @@ class ReinforcementLearningTask(TaskHooks[ConfigT, ModelT]):
             use_tqdm=use_tqdm,
             allocation=allocation,
             whole_episodes=whole_episodes,
+            random_actions=random_actions,
         )
         return samples.collect_samples(self, model, worker_pool, options)
 
-    def build_rl_dataset(self, samples: MultiReplaySamples) -> IterableDataset[TensorDict]:
+    def get_replay_buffer(self) -> ReplayBuffer:
+        """Makes the buffer of off-policy training (`dataset.off_policy`).
+
+        This one holds `dataset.replay_buffer_sample_size` transitions in memory, and shows frames
+        as stacks where the environment does. Define it for priorities, n-step rewards, or rows on
+        disk.
+        """
+        return ReplayBuffer(
+            self.config.dataset.replay_buffer_sample_size,
+            frame_stack=getattr(self.get_environment_cached().maker, "frame_stack", None),
+            seed=self.config.environment.env_seed,
+        )
+
+    def build_rl_dataset(
+        self, samples: MultiReplaySamples | ReplayBuffer
+    ) -> IterableDataset[TensorDict]:
         """The training batches [B, W] of one epoch: `num_update_steps` of them, pass after pass.
+
+        Args:
+            samples: The epoch's collection; with `dataset.off_policy` the buffer that it joined.
 
         Raises:
             WindowError: No trajectory holds a window of `dataset.num_samples` rows.

@@ -117,27 +117,60 @@ def _described(layout: RecordLayout) -> list[dict[str, Any]]:
 
 def load(kind: type[ReplayBuffer], path: Path, storage: str | os.PathLike[str]) -> ReplayBuffer:
     """Reads a buffer; see `ReplayBuffer.load`."""
-    try:
-        description = json.loads((path / "buffer.json").read_text())
-        if description["format"] != FORMAT:
-            raise ReplayError(
-                f"{path} must be of format {FORMAT}, got {description['format']}; it was saved by"
-                " another version of gymtask"
-            )
+    with _damage_named(path):
+        description, links = _read_description(path)
         settings = dict(description["settings"])
         if settings["prioritized"] is not None:
             settings["prioritized"] = Prioritization(**settings["prioritized"])
-        with open(path / "links.npz", "rb") as file, np.load(file, allow_pickle=False) as links:
-            state = {name: links[name] for name in links.files}
         buffer = kind(storage=storage, **settings)
-        _fill(buffer, path, description, state)
+        _fill(buffer, path, description, links)
+    return buffer
+
+
+def load_into(buffer: ReplayBuffer, path: Path) -> None:
+    """Reads what was saved of a buffer into another one, which then goes on as that one would.
+
+    Args:
+        buffer: Made with the same arguments; may lie elsewhere. What it holds is given up.
+        path: The folder.
+
+    Raises:
+        ReplayError: Nothing whole is saved there, or it is of a buffer with other arguments.
+    """
+    with _damage_named(path):
+        description, links = _read_description(path)
+        saved, own = description["settings"], settings_of(buffer)
+        differing = [
+            f"`{name}` is {saved.get(name)!r} in what was saved, got {value!r}"
+            for name, value in own.items()
+            if saved.get(name) != value
+        ]
+        if differing:
+            raise ReplayError(f"the ReplayBuffer saved at {path} is another one: {differing}")
+        _fill(buffer, path, description, links)
+
+
+@contextmanager
+def _damage_named(path: Path) -> Iterator[None]:
+    try:
+        yield
     except FileNotFoundError as error:
         raise ReplayError(
             f"no whole ReplayBuffer is saved at {path}: {error.filename} is not there"
         ) from error
     except (KeyError, TypeError, ValueError, EOFError, zipfile.BadZipFile) as error:
         raise ReplayError(f"the ReplayBuffer saved at {path} is damaged: {error}") from error
-    return buffer
+
+
+def _read_description(path: Path) -> tuple[dict[str, Any], dict[str, Array]]:
+    description = json.loads((path / "buffer.json").read_text())
+    if description["format"] != FORMAT:
+        raise ReplayError(
+            f"{path} must be of format {FORMAT}, got {description['format']}; it was saved by"
+            " another version of gymtask"
+        )
+    with open(path / "links.npz", "rb") as file, np.load(file, allow_pickle=False) as links:
+        return description, {name: links[name] for name in links.files}
 
 
 def _fill(

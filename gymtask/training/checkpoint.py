@@ -5,6 +5,7 @@
         epoch-000012-samples-000024576/
             state.pt    model, task, optimizers, schedules, counters, config, environment
             rank-0.pt   what each process has of its own: random generators, place in the episodes
+            replay/     the replay buffer of off-policy training, as `ReplayBuffer.load` reads it
         .tmp-...        one that is being written, or was when the process ended
 
 The files hold tensors (on the CPU), numbers, strings, None, lists, tuples and dicts, nothing else:
@@ -18,7 +19,7 @@ import os
 import random
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -148,12 +149,17 @@ def checkpoint_name(num_epochs: int, num_samples: int) -> str:
     return f"epoch-{num_epochs:06d}-samples-{num_samples:09d}"
 
 
-def save_checkpoint(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
+def save_checkpoint(
+    folder: Path,
+    files: Mapping[str, Mapping[str, Any]],
+    save_more: Callable[[Path], None] | None = None,
+) -> None:
     """Writes a checkpoint that is whole or not there, whatever ends the process meanwhile.
 
     Args:
         folder: Where; must not exist.
         files: What each file holds, plain values only.
+        save_more: Writes something else into a folder.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = folder.parent / f"{TEMPORARY}{folder.name}-{os.getpid()}"
@@ -164,6 +170,8 @@ def save_checkpoint(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> Non
                 torch.save(content, file)
                 file.flush()
                 os.fsync(file.fileno())  # or a power cut could leave the name without the content
+        if save_more is not None:
+            save_more(temporary)
         os.rename(temporary, folder)
     except BaseException:
         shutil.rmtree(temporary)

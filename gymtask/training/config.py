@@ -39,6 +39,8 @@ class SamplingConfig:
         allocation: "equal" or "first_come".
         whole_episodes: Whether begun episodes are finished and nothing is cut; `num_epoch_samples`
             is then a lower bound.
+        num_warmup_samples: Transitions with random actions that are collected before the first
+            epoch, into the buffer of off-policy training.
     """
 
     num_epoch_samples: int = 2048
@@ -51,6 +53,7 @@ class SamplingConfig:
     optimal: bool = False
     allocation: str = "equal"
     whole_episodes: bool = False
+    num_warmup_samples: int = 0
 
 
 @dataclass
@@ -70,6 +73,8 @@ class TrainerConfig:
         checkpoint_interval: Epochs from one checkpoint to the next; the end of a run writes one,
             too. None: never, not even where a run is told to stop.
         clip_interval: Epochs from one clip to the next; None: never.
+        checkpoint_replay: Whether checkpoints of off-policy training hold the replay buffer. Only
+            the newest one keeps it.
     """
 
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
@@ -83,6 +88,7 @@ class TrainerConfig:
     num_eval_episodes: int = 10
     checkpoint_interval: int | None = 1
     clip_interval: int | None = None
+    checkpoint_replay: bool = True
 
 
 def validate_trainer(config: TrainerConfig) -> None:
@@ -109,8 +115,12 @@ def longest_piece(sampling: SamplingConfig, num_envs: int, total_samples: int) -
 
 
 def shortest_piece(sampling: SamplingConfig, dataset: DatasetConfig) -> int:
-    """Rows that a piece must have to be kept and to hold a window."""
-    span = (dataset.num_samples - 1) * dataset.stride + 1
+    """Rows that a piece must have to be of use.
+
+    It is kept, and in on-policy training it holds a window; in a replay buffer it may be a part of
+    a longer trajectory.
+    """
+    span = 1 if dataset.off_policy else (dataset.num_samples - 1) * dataset.stride + 1
     return max(span, sampling.min_trajectory_length)
 
 
@@ -124,6 +134,11 @@ def fit_problems(
             f"got {sampling.min_batch_size}"
         )
     dataset, limit = task.dataset, task.max_samples
+    if sampling.num_warmup_samples and not dataset.off_policy:
+        yield (
+            "`sampling.num_warmup_samples` must be 0 without dataset.off_policy (random actions are"
+            f" of use in a replay buffer alone), got {sampling.num_warmup_samples}"
+        )
     # The first collection: if that can hold no window, none can.
     total = min(sampling.num_epoch_samples, limit) if limit else sampling.num_epoch_samples
     longest = longest_piece(sampling, num_envs, total)
@@ -140,6 +155,7 @@ def fit_problems(
 def _sampling_fields(config: SamplingConfig) -> Iterator[str]:
     for name in ("num_epoch_samples", "min_batch_size", "min_trajectory_length"):
         yield from require_int(f"sampling.{name}", getattr(config, name), 1)
+    yield from require_int("sampling.num_warmup_samples", config.num_warmup_samples, 0)
     for name in ("max_batch_size", "max_trajectory_length"):
         yield from _optional_int(f"sampling.{name}", getattr(config, name))
     if config.max_wait_time is not None:
@@ -178,6 +194,7 @@ def _training(config: TrainerConfig) -> Iterator[str]:
     yield from require_int("num_eval_episodes", config.num_eval_episodes, 1)
     for name in ("eval_interval", "checkpoint_interval", "clip_interval"):
         yield from _optional_int(name, getattr(config, name))
+    yield from require_bool("checkpoint_replay", config.checkpoint_replay)
 
 
 def _optional_int(name: str, value: object) -> Iterator[str]:

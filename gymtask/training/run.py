@@ -26,6 +26,7 @@ from gymtask.training.config import TrainerConfig, fit_problems, longest_piece, 
 from gymtask.training.curve import LearningCurve
 from gymtask.training.evaluation import run_evaluation
 from gymtask.training.logs import Progress, Statistics, make_loggers
+from gymtask.training.off_policy import Replay, drop_older
 from gymtask.training.run_dir import find_start, make_run_dir, run_dir_of
 from gymtask.training.snapshot import Snapshot, plain_configs
 from gymtask.training.stopping import StopRequests
@@ -67,6 +68,7 @@ class Run:
         self._snapshot = Snapshot(
             config, task, model, self._updater, self.state, self._statistics.recent
         )
+        self._replay: Replay | None = None
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -89,6 +91,8 @@ class Run:
         if saved is not None:
             self._snapshot.check(saved[0], self._num_envs)
             self._snapshot.restore(saved[0])
+        if self._task.config.dataset.off_policy:
+            self._start_replay(folder)
         self._start_pool()
         if folder is None:
             self._run_dir = make_run_dir(self._config.run_dir, name)
@@ -102,6 +106,13 @@ class Run:
             logger.info("going on from %s", folder)
             self._snapshot.restore_rank(saved[1], self._pool)
         return self._run_dir
+
+    def _start_replay(self, folder: Path | None) -> None:
+        sampling = self._config.sampling
+        longest = longest_piece(sampling, self._num_envs, sampling.num_epoch_samples)
+        self._replay = Replay(self._task, sampling.num_warmup_samples, longest)
+        if folder is not None:
+            self._replay.restore(folder)
 
     def _start_pool(self) -> None:
         self._pool = self._task.get_worker_pool(force_sync=self._config.sampling.force_sync)
@@ -131,6 +142,7 @@ class Run:
         self._deadline = math.inf if limit is None else self._began + limit
         self._num_samples_before = self.state.num_samples
         self._logged = self.state.num_epochs
+        self._warm_up()
         while (reason := self._reason_to_stop()) is None:
             self._epoch()
         logger.info("stopping: %s", reason)
@@ -181,6 +193,19 @@ class Run:
         self.state.num_samples = num_samples
         self.state.elapsed_time = time.monotonic() - self._began
 
+    def _warm_up(self) -> None:
+        """Collects what a replay buffer is to hold before there is training."""
+        if self._replay is None or not self._replay.num_missing or self._reason_to_stop():
+            return
+        wanted, limit = self._replay.num_missing, self._task.config.max_samples
+        if limit is not None:
+            wanted = min(wanted, limit - self.state.num_samples)
+        # A resumed run whose buffer was not saved has a policy to fill it with.
+        begins = self.state.num_samples < self._config.sampling.num_warmup_samples
+        samples = self._collect(wanted, random_actions=begins)
+        if samples is not None:
+            self._replay.buffer.extend(samples)
+
     # ---- an epoch --------------------------------------------------------------------------------
 
     def _epoch(self) -> None:
@@ -212,14 +237,20 @@ class Run:
     def _is_due(self, interval: int | None) -> bool:
         return interval is not None and self.state.num_epochs % interval == 0
 
-    def _collect(self, wanted: int) -> MultiReplaySamples | None:
-        """The epoch's samples; None when the collection was called off."""
+    def _collect(self, wanted: int, random_actions: bool = False) -> MultiReplaySamples | None:
+        """So many samples; None when the collection was called off."""
         options = asdict(self._config.sampling)
-        del options["num_epoch_samples"], options["force_sync"]
+        for name in ("num_epoch_samples", "force_sync", "num_warmup_samples"):
+            del options[name]
         try:
             with self._statistics.timed("collect"):
                 samples = self._task.collect_samples(
-                    self._model, self._pool, wanted, use_tqdm=False, **options
+                    self._model,
+                    self._pool,
+                    wanted,
+                    use_tqdm=False,
+                    random_actions=random_actions,
+                    **options,
                 )
         except CollectionInterrupted:
             return None
@@ -232,6 +263,8 @@ class Run:
 
     def _dataset(self, samples: MultiReplaySamples, wanted: int) -> Iterable[Any] | None:
         """The epoch's batches; None where what was left before max_samples holds no window."""
+        if self._replay is not None:
+            return self._replay.dataset(samples)
         try:
             return self._task.build_rl_dataset(samples)
         except WindowError:
@@ -298,8 +331,13 @@ class Run:
     def _save(self) -> None:
         name = checkpoint.checkpoint_name(self.state.num_epochs, self.state.num_samples)
         folder = self._run_dir / checkpoint.FOLDER / name
-        if not folder.exists():  # nothing was done since it was written
-            checkpoint.save_checkpoint(folder, self._snapshot.take(self._pool))
+        if folder.exists():  # nothing was done since it was written
+            return
+        replay = self._replay if self._config.checkpoint_replay else None
+        save_replay = None if replay is None else replay.save
+        checkpoint.save_checkpoint(folder, self._snapshot.take(self._pool), save_replay)
+        if replay is not None:
+            drop_older(self._run_dir, folder)
 
 
 def _check_fit(config: TrainerConfig, task: ReinforcementLearningTask[Any, Any]) -> int:

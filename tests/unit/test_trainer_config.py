@@ -75,6 +75,7 @@ def test_defaults_are_those_of_the_documentation() -> None:
             "optimal": False,
             "allocation": "equal",
             "whole_episodes": False,
+            "num_warmup_samples": 0,
         },
         "run_dir": None,
         "learning_rate": 1e-3,
@@ -86,6 +87,7 @@ def test_defaults_are_those_of_the_documentation() -> None:
         "num_eval_episodes": 10,
         "checkpoint_interval": 1,
         "clip_interval": None,
+        "checkpoint_replay": True,
     }
 
 

@@ -1,0 +1,121 @@
+"""The replay buffer of an off-policy run: what joins it, and what is saved of it."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+from gymtask.errors import CheckpointError, ConfigurationError, HookError, ReplayError, WindowError
+from gymtask.replay import MultiReplaySamples, ReplayBuffer
+from gymtask.replay.saving import load_into
+from gymtask.task import ReinforcementLearningTask
+from gymtask.training.checkpoint import list_checkpoints
+
+FOLDER = "replay"
+"""Where the buffer lies in a checkpoint."""
+
+logger = logging.getLogger(__name__)
+
+
+class Replay:
+    """The task's replay buffer, and how many of its rows are collected before any training.
+
+    Args:
+        task: Makes the buffer, which becomes its `replay_buffer`.
+        num_warmup_samples: Rows to collect before the first update.
+        longest_piece: Rows of the longest piece of a collection; None where nothing limits it.
+
+    Raises:
+        HookError: `get_replay_buffer` returned something else.
+        ConfigurationError: The buffer is smaller than a piece.
+    """
+
+    def __init__(
+        self,
+        task: ReinforcementLearningTask[Any, Any],
+        num_warmup_samples: int,
+        longest_piece: int | None,
+    ) -> None:
+        buffer = task.get_replay_buffer()
+        if not isinstance(buffer, ReplayBuffer):
+            raise HookError(
+                f"`get_replay_buffer` must return a gymtask.ReplayBuffer, got {buffer!r:.80}"
+            )
+        if longest_piece is not None and longest_piece > buffer.capacity:
+            raise ConfigurationError(
+                "`dataset.replay_buffer_sample_size` must be at least the rows of the longest piece"
+                f" that a collection gives ({longest_piece}), got {buffer.capacity}"
+            )
+        self._task, self._num_warmup_samples = task, num_warmup_samples
+        self.buffer = task.replay_buffer = buffer
+
+    @property
+    def num_missing(self) -> int:
+        """Rows to collect before there is training."""
+        return max(0, self._num_warmup_samples - self.buffer.num_added)
+
+    def dataset(self, samples: MultiReplaySamples) -> IterableDataset[Any]:
+        """Adds an epoch's samples, and gives its batches, of all that is there.
+
+        Raises:
+            WindowError: No trajectory holds a window.
+        """
+        self.buffer.extend(samples)
+        try:
+            return self._task.build_rl_dataset(self.buffer)
+        except WindowError as error:
+            error.add_note(
+                f"the replay buffer has {len(self.buffer)} transitions; let more be collected"
+                f" before the first update (sampling.num_warmup_samples, now"
+                f" {self._num_warmup_samples})"
+            )
+            raise
+
+    # ---- in checkpoints --------------------------------------------------------------------------
+
+    def save(self, folder: Path) -> None:
+        """Writes it into a checkpoint that is being written.
+
+        Raises:
+            ReplayError: The disk is full, or cannot be written.
+        """
+        began = time.monotonic()
+        self.buffer.save(folder / FOLDER)
+        seconds = time.monotonic() - began
+        logger.info("wrote %d transitions of replay in %.1f s", len(self.buffer), seconds)
+
+    def restore(self, folder: Path) -> None:
+        """Takes it up from a checkpoint.
+
+        Raises:
+            CheckpointError: It was saved and cannot be read, or is another one; or it is gone, as a
+                later checkpoint was written.
+        """
+        saved = folder / FOLDER
+        if not saved.exists():
+            logger.warning(
+                "%s has no replay (it is kept with the newest checkpoint, and with"
+                " checkpoint_replay=True); the buffer begins empty, and is filled with"
+                " num_warmup_samples=%d rows of the policy's before training goes on",
+                folder,
+                self._num_warmup_samples,
+            )
+            return
+        try:
+            load_into(self.buffer, saved)
+        except ReplayError as error:
+            raise CheckpointError(f"cannot take up the replay of {folder}: {error}") from error
+
+
+def drop_older(run_dir: Path, newest: Path) -> None:
+    """Deletes the replay of all checkpoints of a run but the newest: each may take gigabytes."""
+    for folder in list_checkpoints(run_dir):
+        if folder != newest and (folder / FOLDER).exists():
+            # Renamed first: what is half deleted must not be taken for a replay.
+            doomed = (folder / FOLDER).rename(folder / f".tmp-{FOLDER}")
+            shutil.rmtree(doomed)
