@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gymtask import errors as errors
+    from gymtask import recurrent as recurrent
     from gymtask import sampling as sampling
     from gymtask import testing as testing
     from gymtask.config import MISSING as MISSING
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from gymtask.errors import ConfigurationError as ConfigurationError
     from gymtask.errors import CutReturnWarning as CutReturnWarning
     from gymtask.errors import GymtaskError as GymtaskError
+    from gymtask.moments import RunningStatistics as RunningStatistics
+    from gymtask.normalize import ObservationNormalizer as ObservationNormalizer
+    from gymtask.normalize import RewardNormalizer as RewardNormalizer
     from gymtask.replay import EpisodeRecord as EpisodeRecord
     from gymtask.replay import MultiReplaySamples as MultiReplaySamples
     from gymtask.replay import Prioritization as Prioritization
@@ -40,12 +44,14 @@ if TYPE_CHECKING:
     from gymtask.trainer import Trainer as Trainer
     from gymtask.trainer import TrainerConfig as TrainerConfig
     from gymtask.trainer import evaluate as evaluate
+    from gymtask.trainer import load as load
     from gymtask.vector.make import make_vec as make_vec
     from gymtask.vector.process import ProcessVectorEnv as ProcessVectorEnv
     from gymtask.video import write_video as write_video
     from gymtask.workers.pool import WorkerPool as WorkerPool
     from gymtask.workers.worker import BaseEnvironmentWorker as BaseEnvironmentWorker
     from gymtask.workers.worker import Steps as Steps
+    from gymtask.wrappers import InfoToObservation as InfoToObservation
 
     __version__: str
 
@@ -60,6 +66,8 @@ _HOMES = {
     ),
     "environment": ("Environment",),
     "errors": ("ConfigurationError", "CutReturnWarning", "GymtaskError"),
+    "moments": ("RunningStatistics",),
+    "normalize": ("ObservationNormalizer", "RewardNormalizer"),
     "replay": (
         "EpisodeRecord",
         "MultiReplaySamples",
@@ -76,14 +84,15 @@ _HOMES = {
         "vtrace",
     ),
     "task": ("ReinforcementLearningTask", "State"),
-    "trainer": ("SamplingConfig", "Trainer", "TrainerConfig", "evaluate"),
+    "trainer": ("SamplingConfig", "Trainer", "TrainerConfig", "evaluate", "load"),
     "vector.make": ("make_vec",),
     "vector.process": ("ProcessVectorEnv",),
     "video": ("write_video",),
     "workers.pool": ("WorkerPool",),
     "workers.worker": ("BaseEnvironmentWorker", "Steps"),
+    "wrappers": ("InfoToObservation",),
 }
-_MODULES = ("errors", "sampling", "testing")
+_MODULES = ("errors", "recurrent", "sampling", "testing")
 _MODULE_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
@@ -98,7 +107,9 @@ __all__ = [
     "EpisodeRecord",
     "ErrorHandlingConfig",
     "GymtaskError",
+    "InfoToObservation",
     "MultiReplaySamples",
+    "ObservationNormalizer",
     "Prioritization",
     "ProcessVectorEnv",
     "ReinforcementLearningTask",
@@ -106,6 +117,8 @@ __all__ = [
     "ReplayBuffer",
     "ReplayDataset",
     "ReplaySamples",
+    "RewardNormalizer",
+    "RunningStatistics",
     "SamplingConfig",
     "State",
     "Steps",
@@ -117,8 +130,10 @@ __all__ = [
     "evaluate",
     "generalized_advantage_estimate",
     "lambda_returns",
+    "load",
     "make_vec",
     "n_step_returns",
+    "recurrent",
     "sampling",
     "testing",
     "vtrace",

@@ -78,6 +78,7 @@ class Clip:
         self._action_keys: list[Key] = [
             ("action", *leaf.path) for leaf in space_leaves(env.action_space, "action")
         ]
+        self._seen: dict[Key, Array] = {}  # what the policy sees of the present observation
         self._states: dict[Key, list[Array]] = {}
         self._rows: dict[Key, list[Array]] = {}
         self._infos: list[dict[str, Any]] = []
@@ -89,11 +90,12 @@ class Clip:
         environment = self.environment
         actor = Actor(
             task,
-            observation_space=environment.observation_space,
+            observation_space=environment.env.observation_space,
             action_space=environment.action_space,
             capacity=1,
             noise=NoiseStreams((task.config.environment.env_seed, "clip", count), 1),
             keep_float64=environment.maker.keep_float64,
+            frame_stack=environment.maker.frame_stack,
         )
         actor.begin(self._model, optimal=optimal)
         return actor
@@ -133,7 +135,10 @@ class Clip:
 
     def _observe(self, state: TensorDict, carry: Mapping[Key, Array]) -> None:
         for key in self._observation_keys:
-            self._states.setdefault(key, []).append(state[key].numpy())
+            seen = self._seen[key] = state[key].numpy()
+            # A copy of the newest frame: a view would keep the whole stack.
+            frame = seen if self.environment.maker.frame_stack is None else np.array(seen[-1])
+            self._states.setdefault(key, []).append(frame)
         for key, value in carry.items():
             self._states.setdefault(key, []).append(value)
 
@@ -160,7 +165,7 @@ class Clip:
     def _ask(self, actor: Actor) -> Answer:
         arrays = actor.states.arrays
         for key, values in self._states.items():
-            arrays[key][0] = values[-1]
+            arrays[key][0] = self._seen.get(key, values[-1])
         arrays[("step",)][0] = arrays[("run_step",)][0] = self._length
         arrays[("is_init",)][0] = self._length == 0
         arrays[("env_id",)][0] = arrays[("trajectory_id",)][0] = 0

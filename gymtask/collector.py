@@ -52,14 +52,13 @@ class Collection:
         pool: WorkerPool,
         options: CollectOptions,
         plan: Plan,
+        actor: Actor | None = None,
     ) -> None:
         self._pool, self._options, self._plan = pool, options, plan
         self.rollout = rollout_of(pool)
         self.dropped: list[Piece] = []
-        self._actor = actor_of(task, pool, self.rollout)
-        self._actor.begin(
-            model, optimal=options.optimal, random_actions=options.random_actions
-        )
+        self._actor = actor_of(task, pool, self.rollout) if actor is None else actor
+        self._actor.begin(model, optimal=options.optimal, random_actions=options.random_actions)
         self.rollout.open(self._actor, self._num_rows())
         self.later: list[Piece] = []
         self._started = False
@@ -309,7 +308,7 @@ def noise_of(pool: WorkerPool) -> NoiseStreams:
     """The action noise of a pool."""
     key = pool.noise_key
     if pool.noise is None or pool.noise.key != key:
-        pool.noise = NoiseStreams(key, pool.num_envs)
+        pool.noise = NoiseStreams(key, pool.num_envs, pool.first_env)
     noise: NoiseStreams = pool.noise
     return noise
 

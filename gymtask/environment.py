@@ -11,6 +11,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 from gymnasium.envs.registration import EnvSpec
+from gymnasium.vector.utils import batch_space
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
@@ -61,6 +62,10 @@ class Environment:
             environment gave none a float is NaN and an integer 0. What is no number or array stays
             as it is. A key that no step ever gives is warned of once an episode has ended.
         keep_float64: Whether float64 observations are stored as such instead of as float32.
+        frame_stack: Shows the last so many observations of the episode, [frame_stack, *shape], the
+            newest last, its first one repeated, as `gymnasium.wrappers.FrameStackObservation`
+            does: in `observation_space`, states, `get_actions`, `get_values` and training batches.
+            Workers, trajectories and hooks hold single ones, each stored once.
         **make_kwargs: Further keywords of `gymnasium.make`, or of the callable.
 
     Attributes:
@@ -81,6 +86,7 @@ class Environment:
         max_episode_steps: int | None = None,
         info_keys: Sequence[str] = (),
         keep_float64: bool = False,
+        frame_stack: int | None = None,
         **make_kwargs: Any,
     ) -> None:
         self._setup(
@@ -91,6 +97,7 @@ class Environment:
                 max_episode_steps=max_episode_steps,
                 info_keys=info_keys,
                 keep_float64=keep_float64,
+                frame_stack=frame_stack,
                 kwargs=make_kwargs,
             )
         )
@@ -154,12 +161,18 @@ class Environment:
         self._observation = [np.zeros((1, *leaf.shape), leaf.dtype) for leaf in leaves]
         self._stored = [stored_dtype(leaf.dtype, keep_float64=keep) for leaf in leaves]
         self._write = make_writer(space, self._observation)
+        self._space, stack = space, self.maker.frame_stack
+        if stack is not None:
+            self._space = batch_space(space, stack)
+            kinds = zip(leaves, self._stored, strict=True)
+            self._frames = [np.zeros((stack, *leaf.shape), dtype) for leaf, dtype in kinds]
         self._codec = ActionCodec(env.action_space, clip=self._action_clip)
 
     @property
     def observation_space(self) -> Space:
-        """The space of observations."""
-        return self.env.observation_space
+        """The space of observations as states hold them, that of stacks with `frame_stack`."""
+        _ = self.env  # made now, if it was not
+        return self._space
 
     @property
     def action_space(self) -> Space:
@@ -279,6 +292,8 @@ class Environment:
             torch.from_numpy(array.astype(dtype))[0]
             for array, dtype in zip(self._observation, self._stored, strict=True)
         ]
+        if self.maker.frame_stack is not None:
+            leaves = self._stacked(leaves)
         return TensorDict(
             {
                 "observation": nest_tensors(self.env.observation_space, leaves),
@@ -290,6 +305,13 @@ class Environment:
             },
             batch_size=[],
         )
+
+    def _stacked(self, leaves: Sequence[Tensor]) -> list[Tensor]:
+        """The last frames, of which these are the newest."""
+        for frames, leaf in zip(self._frames, leaves, strict=True):
+            frames[:-1] = frames[1:]
+            frames[-1 if self._num_steps else slice(None)] = leaf.numpy()
+        return [torch.from_numpy(frames.copy()) for frames in self._frames]
 
 
 def _batch_of_one(action: Any) -> Tensor | TensorDictBase:
@@ -328,11 +350,12 @@ def warn_of_other_spaces(pool: WorkerPool) -> None:
         if theirs != ours
     ]
     if differing:
+        stacks = f" (in stacks of {maker.frame_stack})" if maker.frame_stack else ""
         warnings.warn(
             f"the VectorEnv of {maker.name} in native mode is another environment than the single"
-            f" one: {' and '.join(differing)}. Build the model from pool.observation_space and"
-            " pool.action_space; get_environment_cached(), sample_clip() and force_sync=True use"
-            " the single one",
+            f" one: {' and '.join(differing)}. Build the model from pool.observation_space{stacks}"
+            " and pool.action_space; get_environment_cached(), sample_clip() and force_sync=True"
+            " use the single one",
             stacklevel=3,
         )
 

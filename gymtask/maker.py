@@ -19,6 +19,7 @@ from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import VectorEnv
 from gymnasium.wrappers import TimeLimit
 
+from gymtask.config import require_int
 from gymtask.errors import MakerError
 
 AnyEnv: TypeAlias = "gym.Env[Any, Any]"
@@ -41,6 +42,7 @@ class EnvironmentMaker:
             with.
         info_keys: Keys of the info dict whose values are kept.
         keep_float64: Whether float64 observations are stored as such.
+        frame_stack: Frames that a policy sees at once; None shows single ones, without an axis.
         kwargs: Further keywords of `gymnasium.make`, or of the callable.
     """
 
@@ -50,6 +52,7 @@ class EnvironmentMaker:
     max_episode_steps: int | None = None
     info_keys: tuple[str, ...] = ()
     keep_float64: bool = False
+    frame_stack: int | None = None
     kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -62,6 +65,7 @@ class EnvironmentMaker:
         max_episode_steps: int | None = None,
         info_keys: Sequence[str] = (),
         keep_float64: bool = False,
+        frame_stack: int | None = None,
         kwargs: Mapping[str, Any] | None = None,
     ) -> EnvironmentMaker:
         """Looks an id up and checks the arguments.
@@ -98,6 +102,8 @@ class EnvironmentMaker:
         )
         if not steps_ok:
             raise MakerError(f"`max_episode_steps` must be at least 1, got {max_episode_steps!r}")
+        for problem in () if frame_stack is None else require_int("frame_stack", frame_stack, 1):
+            raise MakerError(f"{problem}; None shows single frames")
         source = find_spec(env) if isinstance(env, str) else env
         return cls(
             env=source,
@@ -106,6 +112,7 @@ class EnvironmentMaker:
             max_episode_steps=None if max_episode_steps is None else int(max_episode_steps),
             info_keys=tuple(info_keys),
             keep_float64=keep_float64,
+            frame_stack=None if frame_stack is None else int(frame_stack),
             kwargs=dict(kwargs or {}),
         )
 

@@ -15,10 +15,11 @@ import numpy as np
 
 from gymtask.acting import Actor, Answer
 from gymtask.cursors import Cursors
+from gymtask.episode_actions import EpisodeActions
 from gymtask.errors import HookError
 from gymtask.replay import EpisodeRecord
-from gymtask.states import Column, States
-from gymtask.tape import FLAGS, REWARD, Key, Piece, Tape, move_rows
+from gymtask.states import Column, States, check_columns
+from gymtask.tape import FLAGS, REWARD, Key, Piece, Tape, joined_pieces, move_rows, write_stacks
 from gymtask.workers.layout import Array
 from gymtask.workers.pool import WorkerPool
 
@@ -36,6 +37,9 @@ class Rollout:
         done_pieces: Pieces that are whole, in the order in which they became so, not handed out
             yet.
         episodes: Records of episodes that ended and were not handed out yet.
+        actions: Those of the open episodes, where the pool records how they began.
+        carries: By key [N, ...], what the open episodes of an earlier process had come to, where
+            this one goes on with them.
         num_posted: What the pool's `num_posted` was when the collector last stepped it.
         turn_time: Seconds that the collector's turns took lately, from rows to the next actions.
         in_use: Whether a collection is running.
@@ -46,6 +50,7 @@ class Rollout:
         n = pool.num_envs
         self._pool, self._num_envs = pool, n
         self._info_keys = pool.workers[0].maker.info_keys
+        self._frame_stack = pool.workers[0].maker.frame_stack
         # One array, so that all are counted on, and handed to the policy, at once.
         self._counters: Array = np.zeros((5, n), np.int64)
         self.cursor, self.step, run_step, self._trajectory_id, env_id = self._counters
@@ -53,7 +58,7 @@ class Rollout:
         env_id[:] = pool.all_ids
         run_step[:] = pool.run_step
         pool.run_step = run_step  # the pool's own counter lives on in this array
-        self._trajectory_id[:] = pool.all_ids + n * pool.episode
+        self._trajectory_id[:] = pool.first_env + pool.all_ids + pool.total_envs * pool.episode
         self.start: Array = np.zeros(n, np.int64)
         self._at = Cursors(self.cursor, pool.all_ids, pool.blocks)
         self.returns: Array = np.zeros(n, np.float64)
@@ -65,9 +70,12 @@ class Rollout:
         self._state_columns: list[Column] = []
         self._row_columns: list[Column] = []
         self._observation_keys: list[Key] = []
+        self._shown_tables: dict[Key, Array] = {}  # of states that policies see one of at a time
         self._action_keys: list[Key] = []
         self._initial_carry: dict[Key, Array] = {}
         self._extras: dict[Key, Column] = {}
+        self.actions = EpisodeActions(n) if pool.records_starts else None
+        self.carries: dict[Key, Array] = {}
         self.num_posted = pool.num_posted
         self.turn_time = 0.0
         self.in_use = False
@@ -86,6 +94,11 @@ class Rollout:
             left[piece.env_id] += piece.length
         return left
 
+    def carry_of(self, index: int) -> dict[Key, Array]:
+        """The carries with which an environment goes on, copies."""
+        row = int(self.cursor[index])
+        return {key: self._tape.states[key][row, index].copy() for key in self._initial_carry}
+
     # ---- the tape --------------------------------------------------------------------------------
 
     def open(self, actor: Actor, num_rows: int | None) -> None:
@@ -99,7 +112,7 @@ class Rollout:
             HookError: Rows are left from an earlier call, and their carries were others.
         """
         columns = [*actor.observation_columns, *actor.carry_columns]
-        self._check_carries(columns)
+        check_columns(self._state_columns, columns, any_open=bool(self.length.any()))
         self._state_columns = columns
         self._observation_keys = [column.key for column in actor.observation_columns]
         self._action_keys = [("action", *leaf.path) for leaf in actor.codec.leaves]
@@ -114,33 +127,20 @@ class Rollout:
             self._rejoin()
         self._rewind(FIRST_CAPACITY if num_rows is None else num_rows, fresh=False)
 
-    def _check_carries(self, columns: Sequence[Column]) -> None:
-        before = {column.key: column for column in self._state_columns}
-        wanted = {column.key: column for column in columns}
-        if wanted.keys() != before.keys() and self.length.any():
-            raise HookError(
-                "the carries must stay the same while rows of an earlier collection are open, got"
-                f" {sorted(wanted)} after {sorted(before)}; call pool.reset() to give those rows up"
-            )
-        for key, column in wanted.items():
-            old = before.get(key, column)
-            if (old.shape, old.dtype) != (column.shape, column.dtype):
-                raise HookError(
-                    f"the carry {'/'.join(key)!r} must keep its shape {old.shape} and dtype"
-                    f" {old.dtype}, got {column.shape} and {column.dtype}; call pool.reset() to"
-                    " begin anew"
-                )
-
     def _rewind(self, room: int, *, fresh: bool) -> None:
         """Moves the open pieces to the top of a tape, so that all end at the same row.
+
+        Earlier frames that belong to stacks go with them.
 
         Args:
             room: Rows that are to fit below them.
             fresh: Whether pieces were handed out that lie on the present tape, which must then be
                 left as it is.
         """
-        old, lengths, cursors = self._tape, self.length.tolist(), self.cursor.tolist()
-        longest = max(lengths)
+        old, length, cursors = self._tape, self.length, self.cursor.tolist()
+        num_before = (self._frame_stack or 1) - 1
+        lengths = (length + np.minimum(self.step - length, num_before)).tolist()
+        longest = max(num_before, *lengths)
         row_columns = [*self._row_columns, *self._extras.values()]
         kept = {key for tables in (old.states, old.rows) for key in tables}
         columns = {column.key: column for column in [*self._state_columns, *row_columns]}
@@ -165,13 +165,20 @@ class Rollout:
         self._reward_table, self._flags_table = new.rows[REWARD], _pairs(new.rows[FLAGS])
         self._action_tables = [new.rows[key] for key in self._action_keys]
         self._observation_tables = [new.states[key] for key in self._observation_keys]
+        self._shown_tables = new.states
+        if self._frame_stack is not None:
+            carries = new.states.keys() - set(self._observation_keys)
+            self._shown_tables = {key: new.states[key] for key in carries}
         self._at.set_all(longest, self._pool.run_step)
-        self.start[:] = [longest - length for length in lengths]
+        self.start[:] = longest - length
 
     def _begin_column(self, row: Array, column: Column) -> None:
         """Where the environments stand, for a state that was not kept until now."""
         if column.key in self._initial_carry:
             row[:] = self._initial_carry[column.key]
+            if column.key in self.carries:
+                goes_on = self.step > 0
+                row[goes_on] = self.carries.pop(column.key)[goes_on]
         else:
             place = self._observation_keys.index(column.key)
             row[:] = self._pool.slots.observation[place]
@@ -197,15 +204,19 @@ class Rollout:
             if at.highest + 2 > self._tape.capacity:
                 self._rewind(2 * self._tape.capacity, fresh=True)
         arrays = states.arrays
+        if self._frame_stack is not None:
+            row, columns = at.place(env_ids)
+            stacks = [arrays[key][: len(env_ids)] for key in self._observation_keys]
+            write_stacks(self._observation_tables, row, columns, self.step[columns], stacks)
         # Step, run_step, trajectory_id and env_id; the cursor is not the policy's business.
         if env_ids is self._pool.all_ids and at.common >= 0:  # as below, for less
-            for key, table in self._tape.states.items():
+            for key, table in self._shown_tables.items():
                 arrays[key][...] = table[at.common]
             states.counters[...] = self._counters[1:]
             np.equal(self.step, 0, out=states.is_init)
             return
         place, n = at.place(env_ids), len(env_ids)
-        for key, table in self._tape.states.items():
+        for key, table in self._shown_tables.items():
             arrays[key][:n] = table[place]
         states.counters[:, :n] = self._counters[1:, place[1]]
         np.equal(states.counters[0, :n], 0, out=states.is_init[:n])
@@ -313,11 +324,13 @@ class Rollout:
         piece = self._hand_out(index, final, int(self.cursor[index] - self.start[index]))
         length = piece.first_step + piece.length
         record = (piece.trajectory_id, index, float(self.returns[index]), length)
+        if self.actions is not None:
+            self.actions.forget(index)
         self.episodes.append(EpisodeRecord(*record, terminated, truncated))
         self.step[index] = 0
         self.returns[index] = 0.0
         self._pool.episode[index] += 1
-        self._trajectory_id[index] += self._num_envs
+        self._trajectory_id[index] += self._pool.total_envs
 
     def cut(self, index: int, length: int | None = None) -> None:
         """Ends the open piece of an environment where it stands, or hands out its first rows.
@@ -345,6 +358,9 @@ class Rollout:
             infos=infos[:length],
         )
         self._infos[index] = infos[length:]
+        if self.actions is not None:
+            rows = [table[start : start + length, index] for table in self._action_tables]
+            self.actions.write(index, piece.first_step, rows)
         self.done_pieces.append(piece)
         self.start[index] = start + length
         return piece
@@ -354,13 +370,7 @@ class Rollout:
 
         The last of an environment is its open piece, if it was cut where the open rows begin.
         """
-        joined: dict[int, list[Piece]] = {}
-        for piece in sorted(self.done_pieces, key=lambda each: each.first_run_step):
-            own = joined.setdefault(piece.env_id, [])
-            if own and own[-1].goes_on_in(piece):
-                own[-1] = own[-1].joined_with(piece)
-            else:
-                own.append(piece)
+        joined = joined_pieces(self.done_pieces)
         for index, own in joined.items():
             last = own[-1]
             ends_at = last.first_row + last.length

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,12 +16,15 @@ from gymtask.config import raise_if_any
 from gymtask.errors import ConfigurationError, HookError
 from gymtask.options import CollectOptions
 from gymtask.replay import EpisodeRecord, MultiReplaySamples
+from gymtask.replay.frames import FrameHistory, next_of
+from gymtask.replay.pieces import join
 from gymtask.states import Snapshot
 from gymtask.tape import Piece
 from gymtask.trajectory import (
     assemble,
     checked_trajectories,
     checked_trajectory,
+    frames_before,
     split_values,
     value_states,
 )
@@ -131,8 +134,10 @@ def _postprocess(
     each, together = (
         overrides(task, hook) for hook in ("postprocess_trajectory", "postprocess_trajectories")
     )
+    history = _history(pieces, pool)
     if not (each or together):
-        return MultiReplaySamples.from_rows(rows, lengths)
+        return MultiReplaySamples.from_rows(rows, lengths, history=history)
+    versions = {key: rows[key]._version for key in history.frames} if history else {}
     trajectories: list[TensorDict] = list(rows.split(lengths))
     given = [Snapshot(trajectory) for trajectory in trajectories]
     places = [(one["trajectory_id"], one["step"]) for one in trajectories]
@@ -144,20 +149,65 @@ def _postprocess(
     if together:
         returned = task.postprocess_trajectories(trajectories)
         trajectories = checked_trajectories(lengths, places, returned)
-    return _store(rows, lengths, given, trajectories)
+    store = _store(rows, given, trajectories)
+    if history is not None:
+        _check_frames(history, versions, rows, store)
+    return MultiReplaySamples.from_rows(store, lengths, history=history)
+
+
+def _history(pieces: Sequence[Piece], pool: WorkerPool) -> FrameHistory | None:
+    """What windows need to show stacks, where they are to."""
+    frame_stack = pool.workers[0].maker.frame_stack
+    if frame_stack is None:
+        return None
+    return FrameHistory(frame_stack, *frames_before(pieces, frame_stack - 1))
+
+
+def _check_frames(
+    history: FrameHistory, versions: Mapping[Any, int], rows: TensorDict, store: TensorDict
+) -> None:
+    """Checks that what hooks left of observations still fits the frames before them.
+
+    Args:
+        history: Those frames.
+        versions: By key how often observations had been written to before the hooks.
+        rows: What the hooks were given.
+        store: What they made of it.
+
+    Raises:
+        HookError: It does not.
+    """
+    for key, version in versions.items():
+        given, left, following = rows[key], store.get(key), store.get(next_of(key))
+        same = given._version == version
+        if left is not None and left is not given:
+            same &= _is_same(given, left)
+        if following is not None:
+            kinds = (following.dtype, following.shape[1:]), (given.dtype, given.shape[1:])
+            same &= left is not None and kinds[0] == kinds[1]
+        if not same:
+            raise HookError(
+                f"the postprocess hooks must leave {key!r} as it is with"
+                f" frame_stack={history.num_frames}, since windows stack it with frames that no"
+                f" hook sees, got other values, or {next_of(key)!r} of another kind or alone; put"
+                " what you make of observations under a key of its own, or take both away"
+            )
+
+
+def _is_same(before: Tensor, after: Any) -> bool:
+    if not isinstance(after, Tensor) or (after.dtype, after.shape) != (before.dtype, before.shape):
+        return False
+    after = after.to(before.device)
+    return bool(((after == before) | ((after != after) & (before != before))).all())
 
 
 def _store(
-    rows: TensorDict,
-    lengths: Sequence[int],
-    given: Sequence[Snapshot],
-    trajectories: Sequence[TensorDict],
-) -> MultiReplaySamples:
+    rows: TensorDict, given: Sequence[Snapshot], trajectories: Sequence[TensorDict]
+) -> TensorDict:
     """The trajectories end to end; where hooks only added keys, `rows` and what was added.
 
     Args:
         rows: What the hooks were given, [sum T]; the trajectories were views of it.
-        lengths: T of each trajectory.
         given: What each trajectory held before the hooks.
         trajectories: What the hooks returned.
     """
@@ -165,16 +215,16 @@ def _store(
     for before, trajectory in zip(given, trajectories, strict=True):
         names = before.added() if trajectory is before.tensordict else None
         if names is None or (added is not None and names != added):
-            return MultiReplaySamples(trajectories)
+            return join(trajectories)
         added = names
     for name in added or ():
         parts = [trajectory.get(name) for trajectory in trajectories]
         kinds = {(type(part), getattr(part, "dtype", None), part.shape[1:]) for part in parts}
         if kinds != {(Tensor, parts[0].dtype, parts[0].shape[1:])}:
-            return MultiReplaySamples(trajectories)  # names the one that is unlike the first
+            return join(trajectories)  # names the one that is unlike the first
         with torch.no_grad():
             rows[name] = torch.cat(parts)
-    return MultiReplaySamples.from_rows(rows, lengths)
+    return rows
 
 
 def _owned(trajectory: TensorDictBase) -> TensorDict:
@@ -189,7 +239,7 @@ def _with_values(
     """All rows of the pieces end to end, with values if the task estimates them."""
     rows = assemble(pieces, pool.workers[0].maker.info_keys)
     if overrides(task, "get_values"):
-        states = value_states(pieces)
+        states = value_states(pieces, pool.workers[0].maker.frame_stack)
         values = _estimate(task, model, states)
         rows["state_value"], rows["next", "state_value"] = split_values(values, pieces)
     return rows

@@ -24,6 +24,8 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from gymtask.errors import ConfigurationError
+from gymtask.masks import entropy as entropy
+from gymtask.masks import masked as masked
 from gymtask.workers.layout import Array
 
 PURPOSES = {"noise": 0, "resume": 1, "eval": 2, "clip": 3, "warmup": 4, "restart": 5}
@@ -49,7 +51,8 @@ def categorical(logits: Tensor, states: TensorDictBase) -> Tensor:
     argmax_k(logits_k + g_k) with g_k = −log(−log(u_k)) and u_k uniform in (0, 1).
 
     Args:
-        logits: float [n, ..., K], not necessarily normalised; −inf excludes an action.
+        logits: float [n, ..., K], not necessarily normalised; −inf, as from `masked`, excludes an
+            action.
         states: The states that `get_actions` was given, or n rows of them.
 
     Returns:
@@ -97,23 +100,44 @@ def squashed_gaussian(
     return low + (gaussian(mean, std, states).tanh() + 1.0) * 0.5 * (high - low)
 
 
-def epsilon_greedy(values: Tensor, epsilon: float | Tensor, states: TensorDictBase) -> Tensor:
+def epsilon_greedy(
+    values: Tensor,
+    epsilon: float | Tensor,
+    states: TensorDictBase,
+    *,
+    mask: Tensor | None = None,
+) -> Tensor:
     """Takes the best action, and with probability ε any of all K with equal chances.
 
     Args:
         values: float [n, K].
         epsilon: ε in [0, 1], a number or a tensor [n].
         states: The states that `get_actions` was given, or n rows of them.
+        mask: bool or integer [n, K], 0 where an action is forbidden, as in `masked`: the best and
+            the random actions are those of the allowed ones alone. None allows all.
 
     Returns:
         int64 [n].
     """
     if isinstance(epsilon, (int, float)) and not 0 <= epsilon <= 1:
         raise ConfigurationError(f"`epsilon` must lie in 0 to 1, got {epsilon}")
+    if mask is not None:
+        values = masked(values, mask)
     draws = uniform(states, 2).to(values.device)
-    # float32 draws lie below 1, but the product may round up to K.
-    random = (draws[:, 1] * values.shape[-1]).long().clamp_(max=values.shape[-1] - 1)
+    if mask is None:
+        random = _index_below(values.shape[-1], draws[:, 1])
+    else:
+        # The j-th of the allowed actions, from 0, stands where their count so far becomes j + 1.
+        so_far = mask.bool().cumsum(-1).contiguous()
+        place = _index_below(so_far[:, -1], draws[:, 1])
+        random = torch.searchsorted(so_far, place.unsqueeze(-1) + 1).squeeze(-1)
     return torch.where(draws[:, 0] < epsilon, random, values.argmax(-1))
+
+
+def _index_below(count: int | Tensor, draws: Tensor) -> Tensor:
+    """Turns draws [n] from [0, 1) into indices from 0 to count − 1, int64 [n]."""
+    # float32 draws lie below 1, but the product may round up to the count.
+    return (draws * count).long().clamp_(max=count - 1)
 
 
 def uniform(states: TensorDictBase, k: int) -> Tensor:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
+from gymtask.errors import HookError
 from gymtask.spaces import nest_tensors
 from gymtask.tape import Key
 from gymtask.trajectory import STATE_KEYS
@@ -31,8 +32,38 @@ class Column:
     dtype: np.dtype[Any]
 
 
+def check_columns(before: Sequence[Column], now: Sequence[Column], *, any_open: bool) -> None:
+    """Checks that what is kept of states stays the same from one collection to the next.
+
+    Raises:
+        HookError: A carry has another shape or dtype; or there are others, and rows of the earlier
+            collection are open.
+    """
+    old = {column.key: column for column in before}
+    wanted = {column.key: column for column in now}
+    if wanted.keys() != old.keys() and any_open:
+        raise HookError(
+            "the carries must stay the same while rows of an earlier collection are open, got"
+            f" {sorted(wanted)} after {sorted(old)}; call pool.reset() to give those rows up"
+        )
+    for key, column in wanted.items():
+        kept = old.get(key, column)
+        if (kept.shape, kept.dtype) != (column.shape, column.dtype):
+            raise HookError(
+                f"the carry {'/'.join(key)!r} must keep its shape {kept.shape} and dtype"
+                f" {kept.dtype}, got {column.shape} and {column.dtype}; call pool.reset() to"
+                " begin anew"
+            )
+
+
 class States:
     """What the policy sees of up to `capacity` environments.
+
+    Args:
+        space: Tells how leaves of the observation are nested.
+        observation_columns: What is seen of each leaf.
+        carry_columns: As the attribute.
+        capacity: Likewise.
 
     Attributes:
         capacity: Rows of the arrays.

@@ -11,11 +11,14 @@ next episode goes on below it, and a `Piece` says which rows of a column belong 
 
 Row t acts on state t and leads to state t + 1. The last state of an ended episode, whose place on
 the tape is taken by the next episode's first, is kept with the piece.
+
+Where policies see stacks of k frames, up to k - 1 earlier states of its episode lie above a piece,
+in the same column. A stack is made of them and the piece's own whenever one is asked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -68,6 +71,34 @@ def move_rows(
         open_rows = old[cursor - length : cursor + more, index].copy()
         first = longest - length
         new[first : first + len(open_rows), index] = open_rows
+
+
+def write_stacks(
+    tables: Sequence[Array], row: Any, columns: Any, step: Array, targets: Sequence[Array]
+) -> None:
+    """Copies the last frames of some episodes, the first one repeated where there are fewer.
+
+    Args:
+        tables: For each leaf the frames, [capacity, N, *shape].
+        row: Row of the newest frame of each; one for all, or int64 [n].
+        columns: Their columns, a slice then, or int64 [n].
+        step: int64 [n], how many earlier frames of the episode lie above it.
+        targets: For each leaf where the stacks are put, [n, k, *shape].
+    """
+    count = targets[0].shape[1]
+    if type(row) is not int:
+        for back in range(count):
+            rows = row - np.minimum(back, step)
+            for table, target in zip(tables, targets, strict=True):
+                target[:, count - 1 - back] = table[rows, columns]
+        return
+    for table, target in zip(tables, targets, strict=True):
+        target[...] = table[row - count + 1 : row + 1, columns].swapaxes(0, 1)
+    # Above an episode's first frame lies what does not belong to it.
+    for number in np.flatnonzero(step < count - 1).tolist():
+        first = count - 1 - int(step[number])
+        for target in targets:
+            target[number, :first] = target[number, first]
 
 
 @dataclass(slots=True)
@@ -164,6 +195,18 @@ class Piece:
         return head, tail
 
 
+def joined_pieces(pieces: Iterable[Piece]) -> dict[int, list[Piece]]:
+    """The pieces of each environment in order of time, those that go on in the next one as one."""
+    joined: dict[int, list[Piece]] = {}
+    for piece in sorted(pieces, key=lambda each: each.first_run_step):
+        own = joined.setdefault(piece.env_id, [])
+        if own and own[-1].goes_on_in(piece):
+            own[-1] = own[-1].joined_with(piece)
+        else:
+            own.append(piece)
+    return joined
+
+
 class Selection:
     """Rows of some pieces, end to end, in the order of the pieces.
 
@@ -201,10 +244,28 @@ class Selection:
         """The states of each piece, followed by the one that its last row leads to, [sum T + 1]."""
         return self._joined([part.all_states(key) for part in self._parts], more=1)
 
+    def all_stacks(self, key: Key, num_frames: int) -> Array:
+        """The same as stacks of the last frames, [sum T + 1, num_frames, ...]."""
+        stacks = [part.all_stacks(key, num_frames) for part in self._parts]
+        return self._joined(stacks, more=1)
+
+    def num_before(self, most: int) -> Array:
+        """Earlier states of its episode that lie above each piece, `most` or fewer, int64 [P]."""
+        counts = np.concatenate([part.num_before(most) for part in self._parts])
+        return counts[np.argsort(self._places)]
+
+    def states_before(self, key: Key, most: int) -> Array:
+        """These states, end to end, [sum of `num_before`, ...]."""
+        counts = [part.num_before(most).tolist() for part in self._parts]
+        lengths = [count for part in counts for count in part]
+        return self._in_order([part.states_before(key, most) for part in self._parts], lengths)
+
     def _joined(self, arrays: list[Array], more: int = 0) -> Array:
+        return self._in_order(arrays, [length + more for length in self._lengths])
+
+    def _in_order(self, arrays: list[Array], lengths: list[int]) -> Array:
         if len(arrays) == 1:
             return arrays[0]
-        lengths = [length + more for length in self._lengths]
         order = np.argsort(np.repeat(self._places, lengths), kind="stable")
         joined: Array = np.concatenate(arrays)[order]
         return joined
@@ -218,19 +279,19 @@ class _Part:
         self._column = np.array([piece.column for piece in pieces])
         self._first = np.array([piece.first_row for piece in pieces])
         self._length = np.array([piece.length for piece in pieces])
+        self._first_step = np.array([piece.first_step for piece in pieces])
         # Places, in the order of the pieces, of those whose last state is not on the tape.
         self._ended = [place for place, piece in enumerate(pieces) if piece.final is not None]
         self._finals = [piece.final for piece in pieces if piece.final is not None]
-        self.index = self._index(0)
+        self.index = self._index(self._first, self._length)
 
-    def _index(self, more: int) -> Array:
-        """Places of the pieces' rows, and of `more` after each, in a table [capacity * N, ...]."""
-        lengths = self._length + more
+    def _index(self, first: Array, lengths: Array) -> Array:
+        """Places of so many rows of each piece's column in a table [capacity * N, ...]."""
         before = np.cumsum(lengths) - lengths  # rows of the pieces before each
         # Row t of column i lies at t * N + i, and the next row of the column N places further. Of
         # all rows end to end number r belongs to a piece that begins at number `before`, so it lies
         # (r - before) * N after that piece's first.
-        first = self._first * self.tape.num_columns + self._column
+        first = first * self.tape.num_columns + self._column
         steps = np.arange(int(lengths.sum())) * self.tape.num_columns
         index: Array = np.repeat(first - before * self.tape.num_columns, lengths) + steps
         return index
@@ -244,8 +305,29 @@ class _Part:
         return self._with_finals(key, found, self._length)
 
     def all_states(self, key: Key) -> Array:
-        found = self.take(self.tape.states[key], self._index(1))
-        return self._with_finals(key, found, self._length + 1)
+        lengths = self._length + 1
+        found = self.take(self.tape.states[key], self._index(self._first, lengths))
+        return self._with_finals(key, found, lengths)
+
+    def all_stacks(self, key: Key, num_frames: int) -> Array:
+        lengths = self._length + 1
+        # How many earlier states of its episode each one has, and how far back its frames lie.
+        before = np.repeat(self.num_before(num_frames - 1) - np.cumsum(lengths) + lengths, lengths)
+        before += np.arange(len(before))
+        back = np.minimum(np.arange(num_frames - 1, -1, -1), before[:, None])
+        index = self._index(self._first, lengths)[:, None] - back * self.tape.num_columns
+        found = self.take(self.tape.states[key], index)
+        self._with_finals(key, found[:, -1], lengths)
+        return found
+
+    def num_before(self, most: int) -> Array:
+        # Those of a piece on a tape of its own are not there.
+        counts: Array = np.minimum(np.minimum(self._first_step, self._first), most)
+        return counts
+
+    def states_before(self, key: Key, most: int) -> Array:
+        counts = self.num_before(most)
+        return self.take(self.tape.states[key], self._index(self._first - counts, counts))
 
     def _with_finals(self, key: Key, found: Array, lengths: Array) -> Array:
         """Puts the final states at the last of the `lengths` rows of their pieces."""

@@ -241,7 +241,7 @@ class ReinforcementLearningTask(TaskHooks[ConfigT, ModelT]):
         """
         return ReplayBuffer(
             self.config.dataset.replay_buffer_sample_size,
-            frame_stack=getattr(self.get_environment_cached().maker, "frame_stack", None),
+            frame_stack=self.get_environment_cached().maker.frame_stack,
             seed=self.config.environment.env_seed,
         )
 

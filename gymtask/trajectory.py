@@ -78,15 +78,36 @@ def _outcome(selection: Selection) -> dict[str, Tensor]:
     }
 
 
-def value_states(pieces: Sequence[Piece]) -> TensorDict:
-    """The states of all rows, each piece with the one that it leads to, [sum (T + 1)]."""
+def value_states(pieces: Sequence[Piece], frame_stack: int | None = None) -> TensorDict:
+    """The states of all rows, each piece with the one that it leads to, [sum (T + 1)].
+
+    Observations are shown as stacks of `frame_stack` frames, None shows single ones.
+    """
     lengths = [piece.length + 1 for piece in pieces]
     selection = Selection(pieces)
     content: dict[str, Any] = {}
     for key in pieces[0].tape.states:
-        put(content, key, torch.from_numpy(selection.all_states(key)))
+        if frame_stack is not None and key[0] == "observation":
+            put(content, key, torch.from_numpy(selection.all_stacks(key, frame_stack)))
+        else:
+            put(content, key, torch.from_numpy(selection.all_states(key)))
     content.update(_counters(pieces, lengths))
     return TensorDict(content, batch_size=[sum(lengths)])
+
+
+def frames_before(pieces: Sequence[Piece], most: int) -> tuple[list[int], dict[str | Key, Tensor]]:
+    """The observations that came before each piece in its episode, `most` or fewer.
+
+    Returns:
+        How many of each piece; and by the flat key of each leaf all of them end to end.
+    """
+    selection = Selection(pieces)
+    frames = {
+        key if len(key) > 1 else key[0]: torch.from_numpy(selection.states_before(key, most))
+        for key in pieces[0].tape.states
+        if key[0] == "observation"
+    }
+    return selection.num_before(most).tolist(), frames
 
 
 def split_values(values: Tensor, pieces: Sequence[Piece]) -> tuple[Tensor, Tensor]:

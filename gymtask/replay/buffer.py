@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -15,10 +16,10 @@ from gymtask.config import raise_if_any, require_bool, require_int, require_numb
 from gymtask.errors import ConfigurationError
 from gymtask.replay import saving
 from gymtask.replay.incoming import Incoming, Trajectories
-from gymtask.replay.pieces import Key, MultiReplaySamples, window_problems
+from gymtask.replay.pieces import Key, select, window_problems
 from gymtask.replay.priorities import Prioritization, PriorityTree
 from gymtask.replay.reading import Reading
-from gymtask.replay.records import is_below
+from gymtask.replay.records import nested
 from gymtask.replay.ring import Ring
 from gymtask.replay.starts import Starts, Wanted
 from gymtask.windows import window_span
@@ -127,12 +128,14 @@ class ReplayBuffer:
 
         Raises:
             ConfigurationError: A trajectory has more rows than `capacity`, or other keys, shapes or
-                dtypes than those stored before. Nothing is added.
+                dtypes than those stored before, or no ("next", "reward") to sum up. Nothing is
+                added.
             ReplayError: The disk is full. Nothing is added.
         """
-        if isinstance(trajectories, Sequence | MultiReplaySamples) and not len(trajectories):
-            return
-        for rows in self._ring.extend(Incoming(trajectories)):
+        incoming = Incoming(trajectories)
+        if self._reading.n_step > 1 and incoming.pieces:
+            incoming.require_rewards()
+        for rows in self._ring.extend(incoming) if incoming.pieces else ():
             if self._tree is not None:
                 self._tree.set(rows, self._weight(self._largest))
 
@@ -218,12 +221,9 @@ class ReplayBuffer:
             ConfigurationError: One is not.
         """
         layout = self._ring.layout
-        known = [] if layout is None else list(layout.accepted)
-        if isinstance(keys, str) or not keys:
-            raise ConfigurationError(f"`batch_keys` must be a list of keys, got {keys!r}")
-        for key, path in zip(keys, _paths(keys), strict=True):
-            if not any(is_below(each, [path]) for each in known):
-                raise ConfigurationError(f"`batch_keys` must be among {known}, got {key!r}")
+        kinds = {} if layout is None else layout.accepted
+        rows = {path: torch.empty(0, *shape, dtype=dtype) for path, (dtype, shape) in kinds.items()}
+        select(nested(rows, [0]), keys)
 
     def _numbers(self, rows: Array) -> Array:
         """The arrival numbers of rows: number n lies at n % capacity."""
@@ -290,22 +290,26 @@ class ReplayBuffer:
                 "`prioritized` must be set for priorities, got None; make the buffer with"
                 " ReplayBuffer(..., prioritized=Prioritization())"
             )
-        numbers, values = _flat(index), _flat(priority).astype(np.float64)
+        numbers, values = _flat(index), np.asarray(_flat(priority), np.float64)
         if numbers.shape != values.shape or numbers.dtype.kind not in "iu":
             raise ConfigurationError(
                 "`index` and `priority` must have one shape, and `index` integers, got"
                 f" {numbers.dtype} {list(np.shape(index))} and {list(np.shape(priority))}"
             )
-        if not (np.isfinite(values).all() and (values >= 0.0).all()):
+        if not len(numbers):
+            return
+        largest = float(values.max())  # NaN if one is
+        if not 0.0 <= values.min() <= largest < np.inf:
             raise ConfigurationError("`priority` must be finite and at least 0, got other values")
-        if len(numbers) and not 0 <= numbers.min() <= numbers.max() < self.num_added:
+        first, last, oldest = numbers.min(), numbers.max(), self.num_added - len(self)
+        if not 0 <= first <= last < self.num_added:
             raise ConfigurationError(
-                f"`index` must lie in 0 to {self.num_added - 1}, got {numbers.min()} to"
-                f" {numbers.max()}"
+                f"`index` must lie in 0 to {self.num_added - 1}, got {first} to {last}"
             )
-        there = numbers >= self.num_added - len(self)
-        self._largest = max(self._largest, values.max(initial=0.0))
-        self._tree.set(numbers[there] % self.capacity, self._weight(values[there]))
+        self._largest = max(self._largest, largest)
+        if first < oldest:
+            numbers, values = numbers[numbers >= oldest], values[numbers >= oldest]
+        self._tree.set(numbers % self.capacity, self._weight(values))
 
     def _weight(self, priority: Any) -> Any:
         assert self.prioritized is not None
@@ -315,11 +319,9 @@ class ReplayBuffer:
         assert self._tree is not None
         weights = self._tree.weights[windows[:, :1]]
         # (n · probability) ** -beta over the largest of the batch: all but the weights cancel out.
-        relative = ((weights / weights.min()) ** -self.beta).astype(np.float32)
-        return {
-            ("index",): self._numbers(windows),
-            ("weight",): np.repeat(relative, windows.shape[1], axis=1),
-        }
+        relative = np.empty(windows.shape, np.float32)
+        relative[:] = (weights / weights.min()) ** -self.beta
+        return {("index",): self._numbers(windows), ("weight",): relative}
 
 
 def _paths(keys: Sequence[Key]) -> list[tuple[str, ...]]:

@@ -26,7 +26,8 @@ class ReplayDataset(IterableDataset[TensorDict]):
     With replacement each window is drawn anew: a batch may hold one twice, and more than there
     are. Without, each pass visits every window once, its last batch may be short, and `num_batches`
     takes as many passes as it needs. Every `iter` goes on with new random numbers. A batch is a
-    copy that belongs to whoever takes it.
+    copy that belongs to whoever takes it. Observations that were collected with `frame_stack` are
+    shown as stacks, [B, W, frame_stack, *shape].
 
     A torch DataLoader must leave batches alone (its default takes them apart). Its workers share
     the rows where they are forked, draw different windows, and together give what one would::

@@ -10,14 +10,20 @@ import torch
 from tensordict import TensorDictBase
 
 from gymtask.errors import ConfigurationError
+from gymtask.replay.links import Going, Piece
 from gymtask.replay.pieces import MultiReplaySamples, ReplaySamples, join, leaves_of
+from gymtask.replay.reading import REWARD
 from gymtask.replay.records import Field, Path, RecordLayout, bits_of
 from gymtask.workers.layout import Array
 
 Trajectories = TensorDictBase | Sequence[TensorDictBase | ReplaySamples] | MultiReplaySamples
 
-# Estimates change with the model that makes them: what follows a cut is estimated anew.
-_NOT_LINKED = ("state_value",)
+# Estimates change with the model that makes them: what follows a cut is estimated anew. And the
+# rewards of n steps are summed up where they lie.
+_NOT_LINKED = ("state_value", "reward")
+# Integers of so many bytes.
+_INTEGERS = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
+_PLACES = ("trajectory_id", "step", "is_init")  # say where in an episode a row is
 
 
 class Incoming:
@@ -28,41 +34,24 @@ class Incoming:
 
     Attributes:
         values: What the rows hold, [sum T, *shape] by path, as it is stored.
-        lengths: Rows of each piece.
-        begins: Whether each begins an episode.
-        goes_on_from: For each (trajectory_id, step) of its first row, None where that is not known
-            or it begins an episode.
-        may_go_on_at: Likewise of the row that may follow its last one, None where an episode ends.
+        pieces: The pieces, in order.
     """
 
     def __init__(self, trajectories: Trajectories) -> None:
-        rows, given = _rows_of(trajectories)
-        leaves = leaves_of(rows).items()
-        tensors = {(key,) if isinstance(key, str) else key: leaf for key, leaf in leaves}
-        self.values = {path: bits_of("/".join(path), leaf) for path, leaf in tensors.items()}
-        self._dtypes = {path: leaf.dtype for path, leaf in tensors.items()}
-        ids, steps = (self._numbers(name) for name in ("trajectory_id", "step"))
-        done = self._done(sum(given))
-        ends = _ends(given, done, ids, steps, self._numbers("is_init"))
-        last = np.flatnonzero(ends)
-        first = np.concatenate(([0], last[:-1] + 1))
-        self.lengths: list[int] = (last - first + 1).tolist()
-        self.begins = self._begins(first, steps)
-        self.goes_on_from: list[tuple[int, int] | None] = [None] * len(last)
-        self.may_go_on_at = list(self.goes_on_from)
-        if ids is not None and steps is not None:
-            for number, (start, end) in enumerate(zip(first.tolist(), last.tolist(), strict=True)):
-                if not self.begins[number]:
-                    self.goes_on_from[number] = int(ids[start]), int(steps[start])
-                if not done[end]:
-                    self.may_go_on_at[number] = int(ids[end]), int(steps[end]) + 1
-        self._inner = ~ends[:-1]  # rows, but for the last, that lead to the next one
-
-    def __len__(self) -> int:
-        return sum(self.lengths)
-
-    def _numbers(self, name: str) -> Array | None:
-        return self.values.get((name,))
+        rows, lengths = _rows_of(trajectories)
+        self.values: dict[Path, Array] = {}
+        self._kinds: dict[Path, tuple[torch.dtype, tuple[int, ...]]] = {}
+        for key, leaf in leaves_of(rows).items():
+            path = (key,) if isinstance(key, str) else key
+            self.values[path] = array = bits_of(path, leaf)
+            self._kinds[path] = leaf.dtype, array.shape[1:]
+        self.pieces: list[Piece] = []
+        if lengths:
+            ids, steps, is_init = (self.values.get((name,)) for name in _PLACES)
+            done = self._done(len(rows))
+            self._ends = _ends(lengths, done, ids, steps, is_init)
+            self.pieces = _pieces(self._ends.nonzero()[0], done, ids, steps, is_init)
+        self._joints = _joints(self.pieces)
 
     def _done(self, count: int) -> Array:
         found: Array = np.zeros(count, bool)
@@ -72,47 +61,47 @@ class Incoming:
                 found |= flags if flags.ndim == 1 else flags.reshape(count, -1).any(axis=1)
         return found
 
-    def _begins(self, first: Array, steps: Array | None) -> list[bool]:
-        begins = self._numbers("is_init")
-        if begins is None:
-            begins = steps == 0 if steps is not None else np.ones(len(self), bool)
-        found: list[bool] = begins[first].tolist()
-        return found
-
     # ---- next values -----------------------------------------------------------------------------
 
     def layout(self) -> RecordLayout:
         """A layout for rows like these."""
         linked = [path for path in self.values if self._has_twin(path) and self.is_linked(path)]
         fields = [
-            Field(path, value.shape[1:], self._dtypes[path], path in linked)
-            for path, value in self.values.items()
+            Field(path, shape, dtype, path in linked)
+            for path, (dtype, shape) in self._kinds.items()
             if path[0] != "next" or path[1:] not in linked
         ]
         return RecordLayout(fields)
 
     def _has_twin(self, path: Path) -> bool:
-        if path[0] in _NOT_LINKED or ("next", *path) not in self.values:
-            return False
-        own, following = ((self._dtypes[p], self.values[p].shape) for p in (path, ("next", *path)))
-        return own == following
+        return path[0] not in _NOT_LINKED and self._kinds.get(("next", *path)) == self._kinds[path]
 
     def is_linked(self, path: Path) -> bool:
         """Whether the value under "next" is that of the following row wherever one follows."""
-        if not self._inner.any():
-            return True
         following, own = self.values["next", *path], self.values[path]
         # As integers: NaN is not equal to itself, and 0.0 is to -0.0.
-        whole = np.dtype(f"u{own.dtype.itemsize}") if own.dtype.itemsize <= 8 else own.dtype
-        following, own = following[:-1].view(whole), own[1:].view(whole)
-        if np.array_equal(following, own):  # nearly always, but for ends
-            return True
-        same = following == own
-        return bool(same.reshape(len(same), -1).all(axis=1)[self._inner].all())
+        whole = _INTEGERS.get(own.dtype.itemsize, own.dtype)
+        differs = following[:-1].view(whole) != own[1:].view(whole)
+        if differs.any():  # behind ends it may
+            rows = differs.reshape(len(differs), -1).nonzero()[0]
+            if not self._ends[rows].all():
+                return False
+        firsts, lasts = self._joints
+        return not firsts or following[lasts].tobytes() == own[firsts].tobytes()
 
-    def changed(self, layout: RecordLayout) -> list[Field]:
-        """The linked fields of a layout whose next values here are not those that follow."""
-        return [field for field in layout.linked if not self.is_linked(field.path)]
+    def require_rewards(self) -> None:
+        """Checks that there are rewards which n steps can sum up.
+
+        Raises:
+            ConfigurationError: There are none.
+        """
+        kind = self._kinds.get(REWARD)
+        if kind is None or kind[1] or kind[0].is_complex:
+            raise ConfigurationError(
+                f"`{'/'.join(REWARD)}` of trajectories must be a real number for each row, [T], for"
+                f" `n_step` above 1 to sum up, got {_describe(kind)}; store rows with it, or make"
+                " the buffer with n_step=1"
+            )
 
     def check(self, layout: RecordLayout) -> None:
         """Checks that these rows have the keys, shapes and dtypes of a layout.
@@ -120,7 +109,7 @@ class Incoming:
         Raises:
             ConfigurationError: They have not.
         """
-        got = {path: (self._dtypes[path], value.shape[1:]) for path, value in self.values.items()}
+        got = self._kinds
         if got == layout.accepted:
             return
         for path in {**layout.accepted, **got}:
@@ -137,7 +126,7 @@ def _rows_of(trajectories: Any) -> tuple[TensorDictBase, list[int]]:
         return trajectories.rows, trajectories.lengths
     if isinstance(trajectories, (TensorDictBase, ReplaySamples)):
         trajectories = [trajectories]
-    if not isinstance(trajectories, Sequence) or isinstance(trajectories, str):
+    elif not isinstance(trajectories, Sequence) or isinstance(trajectories, str):
         raise ConfigurationError(
             "`trajectories` must be MultiReplaySamples, a TensorDict [T], or a list of them, got"
             f" {type(trajectories).__name__}"
@@ -166,7 +155,9 @@ def _ends(
 ) -> Array:
     """Whether each row is the last of a piece, bool [sum T]."""
     ends = done.copy()
-    ends[np.cumsum(np.asarray(lengths, np.int64)) - 1] = True
+    ends[-1] = True
+    if len(lengths) > 1:
+        ends[np.cumsum(lengths) - 1] = True
     if ids is not None:
         ends[:-1] |= ids[1:] != ids[:-1]
     if steps is not None:
@@ -174,6 +165,42 @@ def _ends(
     if is_init is not None:
         ends[:-1] |= is_init[1:]
     return ends
+
+
+def _pieces(
+    last: Array, done: Array, ids: Array | None, steps: Array | None, is_init: Array | None
+) -> list[Piece]:
+    """The pieces that end with these rows."""
+    lasts = last.tolist()
+    firsts = [0, *[row + 1 for row in lasts[:-1]]]
+    if is_init is not None:
+        begins = is_init[firsts].tolist()
+    elif steps is not None:
+        begins = (steps[firsts] == 0).tolist()
+    else:
+        begins = [True] * len(firsts)
+    if ids is None or steps is None:
+        return [Piece(*each) for each in zip(firsts, lasts, begins, strict=True)]
+    befores = zip(ids[firsts].tolist(), steps[firsts].tolist(), strict=True)
+    afters = zip(ids[last].tolist(), (steps[last] + 1).tolist(), strict=True)
+    return [
+        Piece(first, row, new, None if new else before, None if ended else after)
+        for first, row, new, before, ended, after in zip(
+            firsts, lasts, begins, befores, done[last].tolist(), afters, strict=True
+        )
+    ]
+
+
+def _joints(pieces: Sequence[Piece]) -> tuple[list[int], list[int]]:
+    """The first rows of pieces that go on with others of these, and the last rows of those."""
+    firsts, lasts, ends = list[int](), list[int](), dict[Going, int]()
+    for piece in pieces:
+        if piece.before is not None and piece.before in ends:
+            firsts.append(piece.first)
+            lasts.append(ends.pop(piece.before))
+        if piece.after is not None:
+            ends[piece.after] = piece.last
+    return firsts, lasts
 
 
 def _describe(kind: tuple[torch.dtype, tuple[int, ...]] | None) -> str:

@@ -16,13 +16,32 @@ is freed when the continuation arrives or the row is overwritten.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from gymtask.workers.layout import Array
 
 NOBODY = -1
+Going = tuple[int, int]  # where a piece goes on: trajectory_id, and step of its first row
+
+
+class Piece(NamedTuple):
+    """Rows of one trajectory that are added together.
+
+    Attributes:
+        first: The number of its first row, among all that are added.
+        last: That of its last row.
+        begins: Whether it begins an episode.
+        before: Where it goes on, None where it does not, or that is not known.
+        after: Where another piece may go on with it, likewise.
+    """
+
+    first: int
+    last: int
+    begins: bool = True
+    before: Going | None = None
+    after: Going | None = None
 
 
 class Links:
@@ -56,9 +75,8 @@ class Links:
         self._free_slots: list[int] = []
         self._num_chains = 0
         self._free_chains: list[int] = []
-        # Of chains that may go on: by (trajectory, step of the next row) their last row.
-        self._open: dict[tuple[int, int], int] = {}
-        self._opened_as: dict[int, tuple[int, int]] = {}  # by that row its key
+        self._open: dict[Going, int] = {}  # the last rows of chains that may go on there
+        self._opened_as: dict[int, Going] = {}  # the other way round
         self._num_jumps = 0  # links to another row than the next one of the ring
 
     def __len__(self) -> int:
@@ -70,88 +88,86 @@ class Links:
         """Whether every successor is the next row of the ring."""
         return self._num_jumps == 0
 
-    def next_places(self, count: int) -> Array:
-        """Where the next `count` rows go, int64 [count]; what lies there is still to be evicted."""
-        places: Array = np.arange(self.num_added, self.num_added + count) % self.capacity
+    # ---- adding ----------------------------------------------------------------------------------
+
+    def _places(self, number: int, count: int) -> slice | Array:
+        """Where so many rows lie from the one with this number on."""
+        start = number % self.capacity
+        if start + count <= self.capacity:
+            return slice(
+                start, start + count
+            )  # which reads and writes faster than places one by one
+        return self._ring(start, count)
+
+    def _ring(self, start: int, count: int) -> Array:
+        """So many places from `start` on, int64 [count]; after the last comes the first."""
+        places = np.arange(start, start + count)
+        if start + count > self.capacity:
+            places %= self.capacity
         return places
 
-    def evict(self, rows: Array) -> None:
-        """Forgets rows, the oldest of the ring in order."""
-        following = self.successor[rows]
-        ends = following >= self.capacity
-        self._free_slots += (following[ends] - self.capacity).tolist()
-        linked = following[~ends]
-        self._num_jumps -= int((linked != (rows[~ends] + 1) % self.capacity).sum())
-        self.predecessor[linked] = NOBODY
-        for row in rows[ends].tolist():
-            if key := self._opened_as.pop(row, None):
-                del self._open[key]
-        chains = self.chain[rows]
-        # Of one chain the rows come in order, and of several values for one place numpy keeps the
-        # last.
-        self.first[chains] = self.place[rows] + 1
-        empty = chains[ends & (self.first[chains] > self.last[chains])]
-        self._free_chains += empty.tolist()
+    def evict(self, count: int) -> None:
+        """Forgets the oldest rows, so that there is room for `count` new ones."""
+        num_evicted = len(self) + count - self.capacity
+        if num_evicted <= 0:
+            return
+        oldest = self.num_added - len(self)
+        rows = self._places(oldest, num_evicted)
+        following, chains, places = self.successor[rows], self.chain[rows], self.place[rows]
+        last = (following >= self.capacity).nonzero()[0]
+        if len(last):  # with the last row of a chain the others are gone, too
+            self._free_slots += (following[last] - self.capacity).tolist()
+            self._free_chains += chains[last].tolist()
+            for row in ((oldest + last) % self.capacity).tolist() if self._open else ():
+                if key := self._opened_as.pop(row, None):
+                    del self._open[key]
+        if self.is_even:  # all but the last evicted row lead to another one
+            self.first[chains[-1]] = places[-1] + 1
+            if (row := following[-1]) < self.capacity:
+                self.predecessor[row] = NOBODY
+        else:
+            # Of one chain the rows come in order, and of several values for one place numpy keeps
+            # the last.
+            self.first[chains] = places + 1
+            goes_on = (following < self.capacity).nonzero()[0]
+            linked = following[goes_on]
+            self._num_jumps -= int((linked != (oldest + 1 + goes_on) % self.capacity).sum())
+            self.predecessor[linked] = NOBODY
 
-    def find_open(self, trajectory_id: int, step: int) -> int:
-        """The row that a piece goes on from which begins at this step, -1 for none."""
-        return self._open.get((trajectory_id, step), NOBODY)
-
-    def add(self, rows: Array, lengths: Sequence[int], begins: Sequence[bool]) -> Array:
-        """Adds pieces, each as a chain of its own that ends where it ends.
-
-        Args:
-            rows: As `next_places` gave them; what lay there was evicted.
-            lengths: Rows of each piece.
-            begins: Whether each begins an episode.
+    def add(self, pieces: Sequence[Piece]) -> tuple[slice | Array, list[int]]:
+        """Adds pieces, for which `evict` made room.
 
         Returns:
-            The side slots of their last rows, int64 [number of pieces].
+            The rows, and for each piece the side slot of the state behind it.
         """
-        chains = [self._new_chain() for _ in lengths]
-        self.first[chains] = 0
-        self.begins[chains] = begins
-        of_piece = np.repeat(np.arange(len(lengths)), lengths)
-        counts = np.asarray(lengths)
-        ends = np.cumsum(counts) - 1  # numbers, among the rows, of the last of each piece
-        self.last[chains] = counts - 1
-        self.chain[rows] = np.asarray(chains)[of_piece]
-        self.place[rows] = np.arange(len(rows)) - (ends - counts + 1)[of_piece]
-        self.successor[rows[:-1]] = rows[1:]
-        self.predecessor[rows[1:]] = rows[:-1]
-        self.predecessor[rows[ends - counts + 1]] = NOBODY
-        slots = np.array([self._new_slot() for _ in lengths])
-        self.successor[rows[ends]] = self.capacity + slots
-        self.num_added += len(rows)
-        return slots
+        before, count = pieces[0].first, pieces[-1].last + 1 - pieces[0].first
+        start = self.num_added % self.capacity
+        rows = self._places(start, count)
+        self.successor[rows] = self._ring(start + 1, count)
+        self.predecessor[rows] = self._ring(start + self.capacity - 1, count)
+        self.num_added += count
+        return rows, [self._add(piece, start + piece.first - before) for piece in pieces]
 
-    def leave_open(self, row: int, trajectory_id: int, step: int) -> None:
-        """Notes that a piece of this trajectory may come that goes on from `row` at this step."""
-        key = (trajectory_id, step)
-        before = self._open.pop(key, None)
-        if before is not None:  # the same trajectory was added twice: the newer one goes on
-            del self._opened_as[before]
-        self._open[key], self._opened_as[row] = row, key
-
-    def join(self, row: int, following: int) -> None:
-        """Links the last row of a chain to the first of another, which becomes a part of it."""
-        self._free_slots.append(int(self.successor[row]) - self.capacity)
-        if key := self._opened_as.pop(row, None):
-            del self._open[key]
-        chain, other = int(self.chain[row]), int(self.chain[following])
-        self.successor[row], self.predecessor[following] = following, row
-        self._num_jumps += following != (row + 1) % self.capacity
-        rows = self._rows_of(following)
+    def _add(self, piece: Piece, start: int) -> int:
+        """Adds a piece whose rows were linked with each other, and gives its side slot."""
+        length, capacity = piece.last + 1 - piece.first, self.capacity
+        first, last = start % capacity, (start + length - 1) % capacity
+        before = NOBODY if piece.before is None else self._take_open(piece.before)
+        if before == NOBODY:
+            chain, slot = self._new_chain(piece.begins), self._new_slot()
+        else:  # which needs its side slot no more
+            chain, slot = int(self.chain[before]), int(self.successor[before]) - capacity
+            self.successor[before] = first
+            self._num_jumps += first != (before + 1) % capacity
+        self.predecessor[first] = before
+        self.successor[last] = capacity + slot
+        rows, place = self._places(first, length), int(self.last[chain]) + 1
         self.chain[rows] = chain
-        self.place[rows] += self.last[chain] + 1
-        self.last[chain] += len(rows)
-        self._free_chains.append(other)
-
-    def _rows_of(self, first: int) -> Array:
-        """The rows of the newest chain, which lie one after the other from `first` on."""
-        length = int(self.last[self.chain[first]]) + 1
-        rows: Array = (first + np.arange(length)) % self.capacity
-        return rows
+        self.place[rows] = np.arange(place, place + length)
+        self.last[chain] = place + length - 1
+        if piece.after is not None:
+            self._leave_open(last, piece.after)
+        return slot
 
     def _new_slot(self) -> int:
         if self._free_slots:
@@ -159,11 +175,31 @@ class Links:
         self.num_side_slots += 1
         return self.num_side_slots - 1
 
-    def _new_chain(self) -> int:
+    def _new_chain(self, begins: bool) -> int:
         if self._free_chains:
-            return self._free_chains.pop()
-        self._num_chains += 1
-        return self._num_chains - 1
+            chain = self._free_chains.pop()
+        else:
+            chain, self._num_chains = self._num_chains, self._num_chains + 1
+        self.first[chain], self.last[chain], self.begins[chain] = 0, -1, begins
+        return chain
+
+    # ---- chains that may go on -------------------------------------------------------------------
+
+    def find_open(self, key: Going) -> int:
+        """The row that a piece goes on from which begins there, -1 for none."""
+        return self._open.get(key, NOBODY)
+
+    def _take_open(self, key: Going) -> int:
+        """Likewise, and no other piece will go on from it."""
+        row = self._open.pop(key, NOBODY)
+        if row != NOBODY:
+            del self._opened_as[row]
+        return row
+
+    def _leave_open(self, row: int, key: Going) -> None:
+        """Notes that a piece may come that goes on from `row`."""
+        self._take_open(key)  # where the same trajectory is added twice, the newer one goes on
+        self._open[key], self._opened_as[row] = row, key
 
     # ---- windows ---------------------------------------------------------------------------------
 

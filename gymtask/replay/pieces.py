@@ -32,9 +32,10 @@ from torch import Tensor
 
 from gymtask.config import raise_if_any, require_bool, require_int
 from gymtask.errors import ConfigurationError, WindowError
+from gymtask.replay.frames import FrameHistory, FrameStacks
+from gymtask.replay.frames import Key as Key
 from gymtask.windows import window_rows, window_span
 
-Key = str | tuple[str, ...]  # of a TensorDict; a tuple for a nested one
 Leaves = dict[Key, Any]  # by flat key: a Tensor, or tensordict's own container of non-tensor data
 
 
@@ -72,16 +73,22 @@ def select(store: TensorDict, keys: Sequence[Key]) -> Leaves:
     return chosen
 
 
-def gather(leaves: Leaves, rows: Tensor, device: torch.device | None) -> TensorDict:
+def gather(
+    leaves: Leaves, rows: Tensor, device: torch.device | None, stacks: FrameStacks | None = None
+) -> TensorDict:
     """Copies the given rows of every leaf; the batch shape is that of `rows`, int64."""
     gathered: Leaves = {}
     flat = rows.flatten()  # index_select takes one dimension, and is faster than leaf[rows]
     for key, leaf in leaves.items():
+        if stacks is not None and key in stacks.keys:
+            continue
         if isinstance(leaf, Tensor):
             flat = flat.to(leaf.device)  # a copy only where the device changes
             gathered[key] = leaf.index_select(0, flat).view(*rows.shape, *leaf.shape[1:])
         else:
             gathered[key] = leaf[rows]
+    if stacks is not None:
+        stacks.show(rows, leaves, gathered)
     return TensorDict(gathered, batch_size=rows.shape, device=device)
 
 
@@ -154,11 +161,22 @@ def _keys(samples: TensorDictBase) -> str:
     return ", ".join("/".join([key] if isinstance(key, str) else key) for key in leaves_of(samples))
 
 
+def stacks_of(
+    history: FrameHistory | None, lengths: Sequence[int], leaves: Leaves
+) -> FrameStacks | None:
+    """What shows rows as stacks, where they are shown so."""
+    return None if history is None else FrameStacks(history, lengths, leaves)
+
+
 class ReplaySamples:
     """One piece of a trajectory.
 
     Args:
         samples: The rows in order of time, TensorDict [T]; the attribute of that name is no copy.
+
+    Attributes:
+        history: Of a piece that was collected with `frame_stack`, the frames before it: `sample`
+            then shows stacks, and rows hold single frames. None for others.
 
     Raises:
         ConfigurationError: `samples` is no TensorDict, has another batch shape, or has no row.
@@ -167,6 +185,7 @@ class ReplaySamples:
     def __init__(self, samples: TensorDictBase) -> None:
         raise_if_any(list(_piece_problems("samples", samples)))
         self.samples = samples
+        self.history: FrameHistory | None = None
 
     def __repr__(self) -> str:
         return f"ReplaySamples({len(self)} rows of {_keys(self.samples)})"
@@ -197,8 +216,9 @@ class ReplaySamples:
         require_window([len(self)], clip_size, stride)
         last = len(self) - window_span(clip_size, stride)
         start = torch.tensor(last) if only_last else torch.randint(last + 1, ())
-        rows = window_rows(start, clip_size, stride)
-        return gather(leaves_of(self.samples), rows, self.samples.device)
+        rows, leaves = window_rows(start, clip_size, stride), leaves_of(self.samples)
+        stacks = stacks_of(self.history, [len(self)], leaves)
+        return gather(leaves, rows, self.samples.device, stacks)
 
 
 class MultiReplaySamples:
@@ -214,6 +234,8 @@ class MultiReplaySamples:
         num_transitions: Number of all rows.
         num_dropped: As the argument.
         episodes: As the argument, a list.
+        history: With `frame_stack`, the frames before each piece, of which windows show stacks;
+            else None. It goes with slices and partitions.
 
     Args:
         samples: The pieces, each a TensorDict [T] or a `ReplaySamples`, all with the same keys, and
@@ -233,10 +255,13 @@ class MultiReplaySamples:
         episodes: Iterable[EpisodeRecord] = (),
     ) -> None:
         raise_if_any(list(require_int("num_dropped", num_dropped, 0)))
-        pieces = [piece.samples if isinstance(piece, ReplaySamples) else piece for piece in samples]
+        given = list(samples)
+        pieces = [piece.samples if isinstance(piece, ReplaySamples) else piece for piece in given]
         for number, piece in enumerate(pieces):
             raise_if_any(list(_piece_problems(f"samples[{number}]", piece)))
-        self._set(join(pieces), [len(piece) for piece in pieces], num_dropped, episodes)
+        histories = [each.history if isinstance(each, ReplaySamples) else None for each in given]
+        lengths, history = [len(piece) for piece in pieces], FrameHistory.joined(histories)
+        self._set(join(pieces), lengths, num_dropped, episodes, history)
 
     @classmethod
     def from_rows(
@@ -246,6 +271,7 @@ class MultiReplaySamples:
         *,
         num_dropped: int = 0,
         episodes: Iterable[EpisodeRecord] = (),
+        history: FrameHistory | None = None,
     ) -> MultiReplaySamples:
         """The same from rows [sum T] that lie end to end: they become the store, uncopied."""
         if sum(lengths) != len(rows) or min(lengths, default=1) < 1:
@@ -253,7 +279,7 @@ class MultiReplaySamples:
                 f"`lengths` must be positive and add up to the {len(rows)} rows, got {lengths}"
             )
         samples = cls.__new__(cls)
-        samples._set(rows, lengths, num_dropped, episodes)
+        samples._set(rows, lengths, num_dropped, episodes, history)
         return samples
 
     def _set(
@@ -262,8 +288,9 @@ class MultiReplaySamples:
         lengths: Sequence[int],
         num_dropped: int,
         episodes: Iterable[EpisodeRecord],
+        history: FrameHistory | None,
     ) -> None:
-        self.rows = store
+        self.rows, self.history = store, history
         self.lengths = list(lengths)
         self.num_transitions = len(store)
         self.num_dropped = num_dropped
@@ -272,7 +299,11 @@ class MultiReplaySamples:
     @cached_property
     def samples(self) -> list[ReplaySamples]:
         """The pieces, in the order given; made when first asked for, as few readers need them."""
-        return [ReplaySamples(v.lock_()) for v in self.rows.split(self.lengths)]
+        pieces = [ReplaySamples(v.lock_()) for v in self.rows.split(self.lengths)]
+        if self.history is not None:
+            for piece, history in zip(pieces, self.history.split(), strict=True):
+                piece.history = history
+        return pieces
 
     def __repr__(self) -> str:
         rows = f"{self.num_transitions} rows of {_keys(self.rows)}"

@@ -16,7 +16,10 @@ from gymtask.workers.layout import Array
 
 FAN = 16
 TOP = 8192  # sums at most that have no parent
-_ONES = np.ones(FAN)  # a product with them is a sum, and several times as fast
+# Products with these are sums, and several times as fast: of all children of a node, and for each
+# child of those before it.
+_ALL = np.ones(FAN)
+_BEFORE = np.triu(np.ones((FAN, FAN)), 1)
 
 
 @dataclass(frozen=True)
@@ -67,13 +70,15 @@ class PriorityTree:
             size = padded // FAN
         self.weights = self._levels[0][:capacity]
 
-    def set(self, rows: Array, weights: Array | float) -> None:
+    def set(self, rows: slice | Array, weights: Array | float) -> None:
         """Sets the weights, float64 [n], of rows, int64 [n]; of equal rows the last counts."""
         self._levels[0][rows] = weights
+        if isinstance(rows, slice):
+            rows = np.arange(rows.start, rows.stop)
         for lower, upper in zip(self._levels[:-1], self._levels[1:], strict=True):
             rows = rows // FAN
             # Summed anew from all children: adding differences would let rounding errors grow.
-            upper[rows] = lower.reshape(-1, FAN).take(rows, axis=0) @ _ONES
+            upper[rows] = lower.reshape(-1, FAN).take(rows, axis=0) @ _ALL
 
     def draw(self, numbers: Array) -> Array:
         """Finds the rows at these places in the sum of all weights.
@@ -84,17 +89,18 @@ class PriorityTree:
         Returns:
             int64 [n]. By rounding a row of weight 0 can be among them.
         """
-        sums = self._levels[-1].cumsum()
-        left = numbers * sums[-1]
-        nodes: Array = sums.searchsorted(left, side="right")
-        nodes = np.minimum(nodes, len(sums) - 1)
-        left = left - (sums[nodes] - self._levels[-1][nodes])
+        order = numbers.argsort()  # of sorted numbers, one is found near the other, and faster
+        top = self._levels[-1]
+        sums = top.cumsum()
+        left = numbers[order] * sums[-1]
+        nodes = np.minimum(sums.searchsorted(left, side="right"), len(top) - 1)
+        left -= sums[nodes] - top[nodes]
         for level in self._levels[-2::-1]:
-            sums = level.reshape(-1, FAN).take(nodes, axis=0).cumsum(axis=1)
-            sums[:, -1] = np.inf  # where rounding leaves more than the sum of all, it is the last
-            # The first child whose sum with those before it is above what is left.
-            child = (sums > left[:, None]).argmax(axis=1)
+            before = level.reshape(-1, FAN).take(nodes, axis=0) @ _BEFORE
+            # The last child before which no more is summed up than what is left.
+            child = ((before[:, 1:] <= left[:, None]) @ _ALL[1:]).astype(np.int64)
+            left -= before[np.arange(len(before)), child]
             nodes = nodes * FAN + child
-            before = child - 1  # of the first child it is the last, whose sum does not count
-            left = left - np.where(child > 0, sums[np.arange(len(sums)), before], 0.0)
-        return nodes
+        found: Array = np.empty_like(nodes)
+        found[order] = nodes
+        return found

@@ -71,7 +71,7 @@ class Field:
         return int(np.prod(self.shape)) * self.numpy_dtype.itemsize
 
 
-def bits_of(name: str, value: Any) -> Array:
+def bits_of(path: Path, value: Any) -> Array:
     """The values of a tensor as they are stored, without a copy where that can be.
 
     Raises:
@@ -79,19 +79,26 @@ def bits_of(name: str, value: Any) -> Array:
     """
     if not isinstance(value, Tensor):
         raise ConfigurationError(
-            f"`{name}` must be a tensor to be stored in a ReplayBuffer, got {type(value).__name__};"
-            " leave it out, or keep such data with the pieces (MultiReplaySamples)"
+            f"`{'/'.join(path)}` must be a tensor to be stored in a ReplayBuffer, got"
+            f" {type(value).__name__}; leave it out, or keep such data with the pieces"
+            " (MultiReplaySamples)"
         )
-    if not value.is_cpu or value.requires_grad:
-        value = value.detach().cpu()
+    try:
+        array: Array = value.numpy()
+    except (RuntimeError, TypeError):
+        array = _converted(path, value.detach().cpu()).numpy()
+    return array
+
+
+def _converted(path: Path, value: Tensor) -> Tensor:
+    """A tensor that numpy takes."""
     if value.dtype in _AS_INTEGERS:
-        value = value.view(_AS_INTEGERS[value.dtype])
+        return value.view(_AS_INTEGERS[value.dtype])
     if value.dtype not in _NUMPY:
         raise ConfigurationError(
-            f"`{name}` must be of a dtype that numpy has, or bfloat16, got {value.dtype}"
+            f"`{'/'.join(path)}` must be of a dtype that numpy has, or bfloat16, got {value.dtype}"
         )
-    array: Array = value.numpy()
-    return array
+    return value.resolve_conj().resolve_neg()
 
 
 class RecordLayout:
@@ -127,11 +134,6 @@ class RecordLayout:
                 "itemsize": max(8, -(-end // 8) * 8),
             }
         )
-
-    def write(self, records: Array, place: Any, values: Mapping[Path, Array]) -> None:
-        """Writes values [n, *shape] of all fields into records[place], n records."""
-        for path, field in self.fields.items():
-            records[field.name][place] = values[path]
 
 
 def is_below(path: Path, keys: Sequence[Path]) -> bool:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path as FilePath
 
 import numpy as np
 
-from gymtask.errors import ConfigurationError
+from gymtask.errors import ConfigurationError, ReplayError
 from gymtask.replay.incoming import Incoming
-from gymtask.replay.links import Links
+from gymtask.replay.links import NOBODY, Links, Piece
 from gymtask.replay.reading import Reader, Reading
 from gymtask.replay.records import Field, Path, RecordLayout
 from gymtask.replay.storage import Records
@@ -47,9 +47,16 @@ class Ring:
         Raises:
             ReplayError: The disk has no room for them.
         """
-        self.records = self._table(self.capacity, layout)
-        self.side = self._table(num_slots, RecordLayout(layout.linked))
+        self.records, self.side = self._tables(layout, num_slots)
         self.layout = layout
+
+    def _tables(self, layout: RecordLayout, num_slots: int) -> tuple[Records, Records]:
+        records = self._table(self.capacity, layout)
+        try:
+            return records, self._table(num_slots, RecordLayout(layout.linked))
+        except ReplayError:
+            records.discard()
+            raise
 
     def _table(self, num_rows: int, layout: RecordLayout) -> Records:
         path = None
@@ -66,26 +73,25 @@ class Ring:
 
     # ---- adding ----------------------------------------------------------------------------------
 
-    def extend(self, incoming: Incoming) -> Iterator[Array]:
+    def extend(self, incoming: Incoming) -> Iterator[slice | Array]:
         """Adds rows and yields where they lie, some pieces at a time.
 
         Raises:
             ConfigurationError: They do not fit here; nothing was added.
             ReplayError: The disk is full; nothing was added.
         """
-        if max(incoming.lengths) > self.capacity:
+        longest = max(piece.last + 1 - piece.first for piece in incoming.pieces)
+        if longest > self.capacity:
             raise ConfigurationError(
-                f"`capacity` must be at least the length of a trajectory, {max(incoming.lengths)},"
+                f"`capacity` must be at least the length of a trajectory, {longest},"
                 f" got {self.capacity}"
             )
-        changed: list[Field] = []
         if self.layout is None:
             self.begin(incoming.layout())
         else:
             incoming.check(self.layout)
-            changed = incoming.changed(self.layout)
-        self._reserve(len(incoming.lengths))
-        self._store_twice(changed)
+        self._reserve(len(incoming.pieces))
+        self._store_twice(self._changed(incoming))
         return self._add_groups(incoming)
 
     def _reserve(self, num_pieces: int) -> None:
@@ -94,60 +100,50 @@ class Ring:
         if needed > len(self.side):
             self.side.grow(max(needed, 2 * len(self.side)))
 
-    def _add_groups(self, incoming: Incoming) -> Iterator[Array]:
+    def _add_groups(self, incoming: Incoming) -> Iterator[slice | Array]:
         """Adds as many pieces at once as have room beside each other."""
-        lengths, piece, row = incoming.lengths, 0, 0
-        while piece < len(lengths):
-            count, start, first = 0, row, piece
-            while piece < len(lengths) and count + lengths[piece] <= self.capacity:
-                count += lengths[piece]
-                piece += 1
-            row += count
-            yield self._add(incoming, slice(first, piece), slice(start, row))
+        group: list[Piece] = []
+        for piece in incoming.pieces:
+            if group and piece.last + 1 - group[0].first > self.capacity:
+                yield self._add(incoming.values, group)
+                group = []
+            group.append(piece)
+        yield self._add(incoming.values, group)
 
-    def _add(self, incoming: Incoming, pieces: slice, span: slice) -> Array:
+    def _add(self, values: Mapping[Path, Array], pieces: Sequence[Piece]) -> slice | Array:
         assert self.layout is not None
-        links, lengths = self.links, incoming.lengths[pieces]
-        rows = links.next_places(sum(lengths))
-        num_evicted = len(links) + len(rows) - self.capacity
-        if num_evicted > 0:
-            links.evict(rows[-num_evicted:])
-        values = {path: value[span] for path, value in incoming.values.items()}
-        # A slice is written faster than an array of places.
-        place = slice(rows[0], rows[-1] + 1) if rows[0] <= rows[-1] else rows
-        self.layout.write(self.records.array, place, values)
-        slots = links.add(rows, lengths, incoming.begins[pieces])
-        ends = np.cumsum(lengths)
+        span, last = slice(pieces[0].first, pieces[-1].last + 1), [each.last for each in pieces]
+        self.links.evict(span.stop - span.start)
+        rows, slots = self.links.add(pieces)
+        self.records.prepare(rows)
+        for path, field in self.layout.fields.items():
+            self.records.array[field.name][rows] = values[path][span]
         for field in self.layout.linked:
-            self.side.array[field.name][slots] = values["next", *field.path][ends - 1]
-        self._join(rows, ends, lengths, incoming, pieces)
+            self.side.array[field.name][slots] = values["next", *field.path][last]
         return rows
 
-    def _join(
-        self, rows: Array, ends: Array, lengths: Sequence[int], incoming: Incoming, pieces: slice
-    ) -> None:
-        """Links the pieces to those that they go on from, and notes which may go on."""
-        firsts, lasts = rows[ends - lengths].tolist(), rows[ends - 1].tolist()
-        keys = incoming.goes_on_from[pieces], incoming.may_go_on_at[pieces]
-        for first, last, before, after in zip(firsts, lasts, *keys, strict=True):
-            if before is not None and (row := self.links.find_open(*before)) >= 0:
-                self._store_twice(self._unlike(row, first))
-                self.links.join(row, first)
-            if after is not None:
-                self.links.leave_open(last, *after)
+    # ---- next values that are not those of the following rows ------------------------------------
 
-    def _unlike(self, row: int, first: int) -> list[Field]:
-        """The fields in which the state behind a row is not the one of the row that goes on."""
+    def _changed(self, incoming: Incoming) -> list[Field]:
+        """The linked fields in which a row does not lead to the state of the row that follows."""
         assert self.layout is not None
-        slot = int(self.links.successor[row]) - self.capacity
-        side, records = self.side.array, self.records.array
         return [
             field
             for field in self.layout.linked
-            if side[field.name][slot].tobytes() != records[field.name][first].tobytes()
+            if not incoming.is_linked(field.path) or not self._goes_on(incoming, field)
         ]
 
-    # ---- next values that are not those of the following rows ------------------------------------
+    def _goes_on(self, incoming: Incoming, field: Field) -> bool:
+        """Whether pieces begin with the states that the rows here lead to with which they go on."""
+        firsts, slots = list[int](), list[int]()
+        for piece in incoming.pieces:
+            if piece.before and (row := self.links.find_open(piece.before)) != NOBODY:
+                firsts.append(piece.first)
+                slots.append(int(self.links.successor[row]) - self.capacity)
+        if not firsts:
+            return True
+        begun, led_to = incoming.values[field.path][firsts], self.side.array[field.name][slots]
+        return bool(begun.tobytes() == led_to.tobytes())
 
     def _store_twice(self, fields: Sequence[Field]) -> None:
         """From now on keeps what lies under "next" for some fields in the rows themselves."""
@@ -161,8 +157,7 @@ class Ring:
             stacklevel=4,
         )
         layout = _with_next_values(self.layout, names)
-        records = self._table(self.capacity, layout)
-        side = self._table(len(self.side), RecordLayout(layout.linked))
+        records, side = self._tables(layout, len(self.side))
         for field in layout.linked:
             side.array[field.name] = self.side.array[field.name]
         self._copy(records.array, layout, names)

@@ -20,6 +20,7 @@ from gymtask.replay.pieces import (
     leaves_of,
     require_window,
     select,
+    stacks_of,
 )
 from gymtask.windows import window_rows, window_starts
 
@@ -59,7 +60,9 @@ class SamplesSource(Source):
         lengths = torch.tensor(samples.lengths, dtype=torch.int64)
         self._starts = window_starts(lengths, clip_size, stride)
         rows = samples.rows
-        self._leaves = leaves_of(rows) if batch_keys is None else select(rows, batch_keys)
+        leaves = leaves_of(rows)
+        self._leaves = leaves if batch_keys is None else select(rows, batch_keys)
+        self._stacks = stacks_of(samples.history, samples.lengths, leaves)
         self._device = rows.device
         self._clip_size, self._stride = clip_size, stride
 
@@ -79,7 +82,7 @@ class SamplesSource(Source):
     def read(self, windows: Tensor) -> TensorDict:
         """See `Source`."""
         rows = window_rows(windows, self._clip_size, self._stride)
-        return gather(self._leaves, rows, self._device)
+        return gather(self._leaves, rows, self._device, self._stacks)
 
 
 class BufferSource(Source):

@@ -5,7 +5,7 @@
         epoch-000012-samples-000024576/
             state.pt    model, task, optimizers, schedules, counters, config, environment
             rank-0.pt   what each process has of its own: random generators, place in the episodes
-            replay/     the replay buffer of off-policy training, as `ReplayBuffer.load` reads it
+            replay-0/   the replay buffer of off-policy training, as `ReplayBuffer.load` reads it
         .tmp-...        one that is being written, or was when the process ended
 
 The files hold tensors (on the CPU), numbers, strings, None, lists, tuples and dicts, nothing else:
@@ -19,6 +19,7 @@ import os
 import random
 import re
 import shutil
+import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,11 +30,11 @@ import torch
 from torch import Tensor, nn
 
 from gymtask.errors import CheckpointError
+from gymtask.training.ranks import Ranks
 
 FORMAT = 1
 FOLDER = "checkpoints"
 STATE_FILE = "state.pt"
-RANK_FILE = "rank-0.pt"
 TEMPORARY = ".tmp-"
 SUPERSEDED = "superseded-"
 
@@ -95,6 +96,17 @@ def _plain_tensor(value: Tensor) -> Tensor:
     return tensor if whole else tensor.clone()
 
 
+def to_arrays(value: Any) -> Any:
+    """The same with an array for each tensor."""
+    if isinstance(value, Tensor):
+        return value.numpy()
+    if isinstance(value, Mapping):
+        return {key: to_arrays(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(to_arrays, value))
+    return value
+
+
 # ---- random generators ---------------------------------------------------------------------------
 
 
@@ -144,6 +156,11 @@ def preserved_rng() -> Iterator[None]:
 # ---- writing and reading -------------------------------------------------------------------------
 
 
+def rank_file(rank: int) -> str:
+    """What a process of a run has of its own."""
+    return f"rank-{rank}.pt"
+
+
 def checkpoint_name(num_epochs: int, num_samples: int) -> str:
     """The folder of a checkpoint; one for each moment at which a run can stop."""
     return f"epoch-{num_epochs:06d}-samples-{num_samples:09d}"
@@ -153,17 +170,21 @@ def save_checkpoint(
     folder: Path,
     files: Mapping[str, Mapping[str, Any]],
     save_more: Callable[[Path], None] | None = None,
+    ranks: Ranks | None = None,
 ) -> None:
-    """Writes a checkpoint that is whole or not there, whatever ends the process meanwhile.
+    """Writes a checkpoint that is whole or not there, whatever ends the processes meanwhile.
 
     Args:
         folder: Where; must not exist.
-        files: What each file holds, plain values only.
+        files: What each file of this process holds, plain values only.
         save_more: Writes something else into a folder.
+        ranks: The processes that write it together; None: this one alone.
     """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = folder.parent / f"{TEMPORARY}{folder.name}-{os.getpid()}"
-    temporary.mkdir()
+    ranks = ranks or Ranks()
+    temporary = folder.parent / f"{TEMPORARY}{folder.name}"
+    if ranks.is_first:
+        temporary.mkdir(parents=True)
+    ranks.wait()
     try:
         for name, content in files.items():
             with open(temporary / name, "wb") as file:
@@ -172,24 +193,26 @@ def save_checkpoint(
                 os.fsync(file.fileno())  # or a power cut could leave the name without the content
         if save_more is not None:
             save_more(temporary)
-        os.rename(temporary, folder)
+        ranks.wait()
+        if ranks.is_first:
+            os.rename(temporary, folder)
     except BaseException:
-        shutil.rmtree(temporary)
+        shutil.rmtree(temporary, ignore_errors=True)
         raise
 
 
-def load_checkpoint(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Reads state.pt and rank-0.pt, onto the CPU.
+def load_checkpoint(folder: Path, rank: int = 0) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Reads state.pt and what is this process's own, onto the CPU.
 
     Raises:
         CheckpointError: A file is missing or damaged, or of a format that is not known here.
     """
-    state, rank = _load(folder / STATE_FILE), _load(folder / RANK_FILE)
+    state, own = _load(folder / STATE_FILE), _load(folder / rank_file(rank))
     if state.get("format") != FORMAT:
         raise CheckpointError(
             f"{folder} must be a checkpoint of format {FORMAT}, got {state.get('format')!r}"
         )
-    return state, rank
+    return state, own
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -220,7 +243,7 @@ def find_checkpoint(resume: str | Path, runs: Path, run_dir: Path | None) -> Pat
     """Finds the checkpoint to go on from.
 
     Args:
-        resume: A checkpoint, a run directory (its newest checkpoint), or "auto".
+        resume: A checkpoint, a run directory (its newest good checkpoint), or "auto".
         runs: For "auto": the directory of this task's runs, of which the newest that has a
             checkpoint is taken.
         run_dir: For "auto": the run directory, where it was chosen by the user.
@@ -233,18 +256,28 @@ def find_checkpoint(resume: str | Path, runs: Path, run_dir: Path | None) -> Pat
     """
     if resume == "auto":
         candidates = [run_dir] if run_dir else sorted(runs.glob("*"), reverse=True)
-        newest = (list_checkpoints(candidate)[-1:] for candidate in candidates)
-        return next((found[0] for found in newest if found), None)
+        return next(filter(None, map(_newest_good, candidates)), None)
     path = Path(resume)
     if (path / STATE_FILE).is_file():
         return path
-    checkpoints = list_checkpoints(path)
-    if not checkpoints:
+    newest = _newest_good(path)
+    if newest is None:
         raise CheckpointError(
             "`resume` must be a checkpoint folder, a run directory with a checkpoint, or 'auto', "
             f"got {str(resume)!r}"
         )
-    return checkpoints[-1]
+    return newest
+
+
+def _newest_good(run_dir: Path) -> Path | None:
+    """The newest checkpoint of a run that can be read, None where there is none."""
+    for folder in reversed(list_checkpoints(run_dir)):
+        files = [folder / STATE_FILE, folder / rank_file(0), *folder.glob("rank-*.pt")]
+        damaged = [file for file in files if not zipfile.is_zipfile(file)]
+        if not damaged:
+            return folder
+        logger.warning("%s is damaged; taking the checkpoint before", damaged[0])
+    return None
 
 
 def tidy(run_dir: Path, resumed: Path | None) -> None:
@@ -252,7 +285,9 @@ def tidy(run_dir: Path, resumed: Path | None) -> None:
 
     Those belong to a future that this run will not have; they are renamed to "superseded-...".
     """
-    for leftover in (run_dir / FOLDER).glob(f"{TEMPORARY}*"):
+    checkpoints = run_dir / FOLDER
+    # Half-written ones, and in whole ones a replay that was being deleted.
+    for leftover in [*checkpoints.glob(f"{TEMPORARY}*"), *checkpoints.glob(f"*/{TEMPORARY}*")]:
         if leftover.is_dir():
             shutil.rmtree(leftover)
         else:

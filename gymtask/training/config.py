@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -20,6 +21,8 @@ from gymtask.config import (
 )
 
 ALLOCATIONS = ("equal", "first_come")
+STRATEGIES = ("auto", "ddp")
+PRECISIONS = ("32-true", "16-mixed", "bf16-mixed")
 ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps")
 
 
@@ -66,6 +69,14 @@ class TrainerConfig:
         learning_rate: Of the Adam that trains a task without `get_optimizers`.
         clip_grad_norm: Largest norm of the gradients of an optimizer; None leaves them as they are.
         accelerator: "auto", "cpu", "gpu", "cuda" or "mps".
+        devices: Processes on this machine, each with a device of its own; -1: all devices.
+        num_nodes: Machines.
+        strategy: "auto", or "ddp" for several processes: each has the task's environments, with
+            seeds and ids of their own, and a part of `num_epoch_samples`; each update takes
+            `batch_size` windows from each, and the mean of their gradients.
+        precision: "32-true", "16-mixed" or "bf16-mixed".
+        compile: Whether updates run the model through `torch.compile`.
+        accumulate_grad_batches: Batches of an update, whose gradients are averaged.
         seed: Seed of torch, numpy, python and the action noise; None takes the task's `env_seed`.
         log_interval: Epochs from one row of metrics to the next.
         eval_interval: Epochs from one evaluation to the next; None: never.
@@ -73,6 +84,10 @@ class TrainerConfig:
         checkpoint_interval: Epochs from one checkpoint to the next; the end of a run writes one,
             too. None: never, not even where a run is told to stop.
         clip_interval: Epochs from one clip to the next; None: never.
+        keep_checkpoints: How many of the newest checkpoints are kept, beside the best one, to which
+            checkpoints/best leads; None: all. The best is that of the highest mean return: of the
+            epoch's evaluation where there are evaluations, else of the last 100 episodes.
+        target_return: Mean return of an evaluation at which the run stops; None: none.
         checkpoint_replay: Whether checkpoints of off-policy training hold the replay buffer. Only
             the newest one keeps it.
     """
@@ -82,12 +97,20 @@ class TrainerConfig:
     learning_rate: float = 1e-3
     clip_grad_norm: float | None = None
     accelerator: str = "auto"
+    devices: int = 1
+    num_nodes: int = 1
+    strategy: str = "auto"
+    precision: str = "32-true"
+    compile: bool = False
+    accumulate_grad_batches: int = 1
     seed: int | None = None
     log_interval: int = 1
     eval_interval: int | None = None
     num_eval_episodes: int = 10
     checkpoint_interval: int | None = 1
     clip_interval: int | None = None
+    keep_checkpoints: int | None = None
+    target_return: float | None = None
     checkpoint_replay: bool = True
 
 
@@ -188,13 +211,36 @@ def _training(config: TrainerConfig) -> Iterator[str]:
     if config.clip_grad_norm is not None:
         yield from require_number("clip_grad_norm", config.clip_grad_norm, positive=True)
     yield from require_choice("accelerator", config.accelerator, ACCELERATORS)
+    yield from require_choice("strategy", config.strategy, STRATEGIES)
+    yield from require_choice("precision", config.precision, PRECISIONS)
+    yield from require_bool("compile", config.compile)
+    yield from require_int("accumulate_grad_batches", config.accumulate_grad_batches, 1)
+    yield from require_int("num_nodes", config.num_nodes, 1)
+    if config.devices != -1:
+        yield from require_int("devices", config.devices, 1)
+    if config.strategy == "auto" and (config.devices, config.num_nodes) != (1, 1):
+        yield (
+            '`strategy` must be "ddp" for more than one process, got "auto" with devices='
+            f"{config.devices} and num_nodes={config.num_nodes}"
+        )
     if config.seed is not None:
         yield from require_seed("seed", config.seed)
     yield from require_int("log_interval", config.log_interval, 1)
     yield from require_int("num_eval_episodes", config.num_eval_episodes, 1)
-    for name in ("eval_interval", "checkpoint_interval", "clip_interval"):
+    for name in ("eval_interval", "checkpoint_interval", "clip_interval", "keep_checkpoints"):
         yield from _optional_int(name, getattr(config, name))
+    yield from _target(config)
     yield from require_bool("checkpoint_replay", config.checkpoint_replay)
+
+
+def _target(config: TrainerConfig) -> Iterator[str]:
+    target = config.target_return
+    if target is None:
+        return
+    if isinstance(target, bool) or not isinstance(target, (int, float)) or math.isnan(target):
+        yield f"`target_return` must be a number or None, got {target!r}"
+    if config.eval_interval is None:
+        yield "`eval_interval` must be set with target_return (evaluations tell), got None"
 
 
 def _optional_int(name: str, value: object) -> Iterator[str]:

@@ -209,7 +209,9 @@ class Progress:
     Where none is, it counts samples. Behind it stands the mean return of the last episodes.
     """
 
-    def __init__(self, config: ReinforcementLearningTaskConfig, state: State) -> None:
+    def __init__(
+        self, config: ReinforcementLearningTaskConfig, state: State, *, shown: bool = True
+    ) -> None:
         names = ("samples", "steps", "epochs")
         limits = {name: getattr(config, f"max_{name}") for name in names}
         self._what = next((name for name in names if limits[name] is not None), "samples")
@@ -219,6 +221,7 @@ class Progress:
             desc=config.name,
             unit=f" {self._what}",
             dynamic_ncols=True,
+            disable=not shown,
         )
 
     def _done(self, state: State) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,6 @@ from gymtask.errors import CheckpointError, ConfigurationError, HookError, Repla
 from gymtask.replay import MultiReplaySamples, ReplayBuffer
 from gymtask.replay.saving import load_into
 from gymtask.task import ReinforcementLearningTask
-from gymtask.training.checkpoint import list_checkpoints
-
-FOLDER = "replay"
-"""Where the buffer lies in a checkpoint."""
 
 logger = logging.getLogger(__name__)
 
@@ -27,8 +22,9 @@ class Replay:
 
     Args:
         task: Makes the buffer, which becomes its `replay_buffer`.
-        num_warmup_samples: Rows to collect before the first update.
+        num_warmup_samples: Rows that this process collects before the first update.
         longest_piece: Rows of the longest piece of a collection; None where nothing limits it.
+        rank: Which process this is.
 
     Raises:
         HookError: `get_replay_buffer` returned something else.
@@ -40,6 +36,7 @@ class Replay:
         task: ReinforcementLearningTask[Any, Any],
         num_warmup_samples: int,
         longest_piece: int | None,
+        rank: int,
     ) -> None:
         buffer = task.get_replay_buffer()
         if not isinstance(buffer, ReplayBuffer):
@@ -52,6 +49,7 @@ class Replay:
                 f" that a collection gives ({longest_piece}), got {buffer.capacity}"
             )
         self._task, self._num_warmup_samples = task, num_warmup_samples
+        self._folder = f"replay-{rank}"  # in a checkpoint
         self.buffer = task.replay_buffer = buffer
 
     @property
@@ -85,7 +83,7 @@ class Replay:
             ReplayError: The disk is full, or cannot be written.
         """
         began = time.monotonic()
-        self.buffer.save(folder / FOLDER)
+        self.buffer.save(folder / self._folder)
         seconds = time.monotonic() - began
         logger.info("wrote %d transitions of replay in %.1f s", len(self.buffer), seconds)
 
@@ -96,7 +94,7 @@ class Replay:
             CheckpointError: It was saved and cannot be read, or is another one; or it is gone, as a
                 later checkpoint was written.
         """
-        saved = folder / FOLDER
+        saved = folder / self._folder
         if not saved.exists():
             logger.warning(
                 "%s has no replay (it is kept with the newest checkpoint, and with"
@@ -110,12 +108,3 @@ class Replay:
             load_into(self.buffer, saved)
         except ReplayError as error:
             raise CheckpointError(f"cannot take up the replay of {folder}: {error}") from error
-
-
-def drop_older(run_dir: Path, newest: Path) -> None:
-    """Deletes the replay of all checkpoints of a run but the newest: each may take gigabytes."""
-    for folder in list_checkpoints(run_dir):
-        if folder != newest and (folder / FOLDER).exists():
-            # Renamed first: what is half deleted must not be taken for a replay.
-            doomed = (folder / FOLDER).rename(folder / f".tmp-{FOLDER}")
-            shutil.rmtree(doomed)

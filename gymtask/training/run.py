@@ -3,34 +3,35 @@
 from __future__ import annotations
 
 import logging
-import math
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 import yaml
-from lightning_fabric import Fabric
+from lightning_fabric.loggers.logger import Logger
 from torch import Tensor, nn
 
-from gymtask.config import raise_if_any
-from gymtask.environment import Environment, require_rgb_array
-from gymtask.errors import CollectionInterrupted, ConfigurationError, HookError, WindowError
+from gymtask.errors import CollectionInterrupted, HookError, WindowError
 from gymtask.replay import MultiReplaySamples
 from gymtask.task import ReinforcementLearningTask, State
 from gymtask.training import checkpoint
-from gymtask.training.config import TrainerConfig, fit_problems, longest_piece, shortest_piece
+from gymtask.training.config import TrainerConfig, longest_piece
 from gymtask.training.curve import LearningCurve
 from gymtask.training.evaluation import run_evaluation
+from gymtask.training.keeping import Keeper
+from gymtask.training.limits import Limits
 from gymtask.training.logs import Progress, Statistics, make_loggers
-from gymtask.training.off_policy import Replay, drop_older
+from gymtask.training.off_policy import Replay
+from gymtask.training.ranks import Ranks
 from gymtask.training.run_dir import find_start, make_run_dir, run_dir_of
+from gymtask.training.setup import check_fit, make_fabric
 from gymtask.training.snapshot import Snapshot, plain_configs
 from gymtask.training.stopping import StopRequests
-from gymtask.training.updates import Updater
+from gymtask.training.updates import Updater, check_finite
 
 STOP_TIMEOUT = 2.0
 """Seconds that environments get to close, at most, after a signal."""
@@ -53,22 +54,27 @@ class Run:
         task: ReinforcementLearningTask[Any, Any],
         model: nn.Module,
         requests: StopRequests,
+        loggers: Sequence[Logger],
     ) -> None:
         self._config, self._task, self._model, self._requests = config, task, model, requests
-        self._num_envs = _check_fit(config, task)
+        self._given_loggers = loggers
+        self._num_envs = check_fit(config, task)
         env_seed = task.config.environment.env_seed
         self._seed = env_seed if config.seed is None else config.seed
         checkpoint.seed_generators(self._seed)
         self.state = task.state = State()
         task.num_clips = task.num_evaluations = 0
-        fabric = self._fabric = _make_fabric(config.accelerator)
+        fabric = self._fabric = make_fabric(config)
+        ranks = self._ranks = Ranks.of(fabric)
         task.to(fabric.device)
-        self._updater = Updater(fabric, task, model, config.learning_rate, config.clip_grad_norm)
+        self._updater = Updater(fabric, ranks, task, model, config)
+        checkpoint.seed_generators(self._seed + ranks.rank)
         self._statistics = Statistics()
         self._snapshot = Snapshot(
-            config, task, model, self._updater, self.state, self._statistics.recent
+            config, task, model, self._updater, self.state, self._statistics.recent, ranks
         )
         self._replay: Replay | None = None
+        self._evaluated_at = -1
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -85,20 +91,23 @@ class Run:
         Returns:
             The run directory.
         """
-        name = self._task.config.name
-        folder = find_start(resume, name, self._config.run_dir)
-        saved = None if folder is None else checkpoint.load_checkpoint(folder)
+        name, ranks = self._task.config.name, self._ranks
+        folder = ranks.first(
+            find_start(resume, name, self._config.run_dir) if ranks.is_first else None
+        )
+        saved = None if folder is None else checkpoint.load_checkpoint(folder, ranks.rank)
         if saved is not None:
             self._snapshot.check(saved[0], self._num_envs)
             self._snapshot.restore(saved[0])
+        total_envs = self._num_envs * ranks.size
+        self._limits = Limits(self._config, self._task, self._requests, ranks, total_envs)
         if self._task.config.dataset.off_policy:
             self._start_replay(folder)
         self._start_pool()
-        if folder is None:
-            self._run_dir = make_run_dir(self._config.run_dir, name)
-        else:
-            self._run_dir = run_dir_of(folder)
-        checkpoint.tidy(self._run_dir, folder)
+        self._run_dir = ranks.first(self._find_run_dir(folder) if ranks.is_first else Path())
+        self._keeper = Keeper(
+            self._run_dir, self._config.keep_checkpoints, self._snapshot.best, ranks
+        )
         self._start_logs()
         self._model.train()
         self._task.train()
@@ -107,102 +116,89 @@ class Run:
             self._snapshot.restore_rank(saved[1], self._pool)
         return self._run_dir
 
+    def _find_run_dir(self, folder: Path | None) -> Path:
+        if folder is None:
+            run_dir = make_run_dir(self._config.run_dir, self._task.config.name)
+        else:
+            run_dir = run_dir_of(folder)
+        checkpoint.tidy(run_dir, folder)
+        return run_dir
+
     def _start_replay(self, folder: Path | None) -> None:
-        sampling = self._config.sampling
-        longest = longest_piece(sampling, self._num_envs, sampling.num_epoch_samples)
-        self._replay = Replay(self._task, sampling.num_warmup_samples, longest)
+        sampling, ranks = self._config.sampling, self._ranks
+        longest = longest_piece(sampling, self._num_envs, ranks.share(sampling.num_epoch_samples))
+        num_warmup_samples = ranks.share(sampling.num_warmup_samples)
+        self._replay = Replay(self._task, num_warmup_samples, longest, ranks.rank)
         if folder is not None:
             self._replay.restore(folder)
 
     def _start_pool(self) -> None:
-        self._pool = self._task.get_worker_pool(force_sync=self._config.sampling.force_sync)
+        pool = self._pool = self._task.get_worker_pool(force_sync=self._config.sampling.force_sync)
         self._stack.callback(self._close_pool)
-        self._pool.noise_key = (self._seed, "noise", 0)
-        self._pool.interrupt = self._is_called_off
+        pool.first_env = self._ranks.rank * self._num_envs
+        pool.total_envs = self._ranks.size * self._num_envs
+        pool.noise_key = (self._seed, "noise", 0)
+        if not pool.steps_together:
+            pool.record_starts()
 
     def _close_pool(self) -> None:
         patience = self._pool.cleanup_time
         self._pool.close(min(patience, STOP_TIMEOUT) if self._requests.signal else patience)
 
     def _start_logs(self) -> None:
-        text = yaml.safe_dump(plain_configs(self._config, self._task), sort_keys=False)
+        self._loggers: list[Logger] = []
+        self._progress = Progress(self._task.config, self.state, shown=self._ranks.is_first)
+        self._stack.callback(self._progress.close)
+        self._curve = LearningCurve(self._run_dir)
+        if not self._ranks.is_first:
+            return
+        plain = plain_configs(self._config, self._task)
+        text = yaml.safe_dump(plain, sort_keys=False)
         (self._run_dir / "config.yaml").write_text(text, encoding="utf-8")
-        self._loggers = make_loggers(self._run_dir, self.state)
+        self._loggers = [*make_loggers(self._run_dir, self.state), *self._given_loggers]
         for log in self._loggers:
             self._stack.callback(log.finalize, "finished")
-        self._curve = LearningCurve(self._run_dir)
-        self._progress = Progress(self._task.config, self.state)
-        self._stack.callback(self._progress.close)
+        for log in self._given_loggers:
+            log.log_hyperparams(plain)
 
     def train(self) -> str:
         """Runs epochs until there is a reason to stop, saves, and returns the reason."""
-        limit = self._task.config.max_seconds
-        # What the clock would have shown when this run, resumed parts included, began.
-        self._began = time.monotonic() - self.state.elapsed_time
-        self._deadline = math.inf if limit is None else self._began + limit
+        self._limits.begin()
+        self._pool.interrupt = self._limits.is_called_off
         self._num_samples_before = self.state.num_samples
         self._logged = self.state.num_epochs
         self._warm_up()
-        while (reason := self._reason_to_stop()) is None:
+        while (reason := self._limits.reason()) is None:
             self._epoch()
         logger.info("stopping: %s", reason)
-        self._count()
+        self._count_samples()
         self._progress.show(self.state, self._statistics.recent)
         if self._logged != self.state.num_epochs:
             self._log()
         if self._config.checkpoint_interval is not None:
             self._save()
-        if self._curve.drawn or not self._requests.signal:  # the first drawing may take seconds
+        # The first drawing may take seconds.
+        if self._ranks.is_first and (self._curve.drawn or not self._requests.signal):
             self._curve.draw(force=True)
         return reason
 
-    # ---- when to stop ----------------------------------------------------------------------------
-
-    def _is_called_off(self) -> bool:
-        """Whether to stop at the next step; asked between any two steps and updates."""
-        return self._requests.signal is not None or time.monotonic() >= self._deadline
-
-    def _reason_to_stop_epoch(self) -> str | None:
-        if self._is_called_off():
-            return self._requests.signal or "max_seconds"
-        max_steps = self._task.config.max_steps
-        return None if max_steps is None or self.state.num_steps < max_steps else "max_steps"
-
-    def _reason_to_stop(self) -> str | None:
-        reason, limits = self._reason_to_stop_epoch(), self._task.config
-        if reason is not None:
-            return reason
-        if limits.max_epochs is not None and self.state.num_epochs >= limits.max_epochs:
-            return "max_epochs"
-        wanted = self._num_wanted()
-        longest = longest_piece(self._config.sampling, self._num_envs, wanted)
-        needed = shortest_piece(self._config.sampling, limits.dataset)
-        if wanted <= 0 or (longest is not None and longest < needed):
-            return "max_samples"
-        return None
-
-    def _num_wanted(self) -> int:
-        """Samples of the next collection."""
-        wanted, limit = self._config.sampling.num_epoch_samples, self._task.config.max_samples
-        return wanted if limit is None else min(wanted, limit - self.state.num_samples)
-
-    def _count(self) -> None:
+    def _count_samples(self) -> None:
         """Brings samples and time up to now."""
-        num_samples = self._num_samples_before + self._pool.num_samples
+        num_samples = self._num_samples_before + self._ranks.total(self._pool.num_samples)
         self.state.num_epoch_samples += num_samples - self.state.num_samples
         self.state.num_samples = num_samples
-        self.state.elapsed_time = time.monotonic() - self._began
+        self.state.elapsed_time = self._limits.elapsed_time
 
     def _warm_up(self) -> None:
         """Collects what a replay buffer is to hold before there is training."""
-        if self._replay is None or not self._replay.num_missing or self._reason_to_stop():
+        if self._replay is None:
             return
-        wanted, limit = self._replay.num_missing, self._task.config.max_samples
-        if limit is not None:
-            wanted = min(wanted, limit - self.state.num_samples)
+        missing = self._ranks.total(self._replay.num_missing)
+        if not missing or self._limits.reason():
+            return
         # A resumed run whose buffer was not saved has a policy to fill it with.
         begins = self.state.num_samples < self._config.sampling.num_warmup_samples
-        samples = self._collect(wanted, random_actions=begins)
+        samples = self._collect(self._limits.num_wanted(missing), random_actions=begins)
         if samples is not None:
             self._replay.buffer.extend(samples)
 
@@ -213,7 +209,7 @@ class Run:
         state.phase = "collect"
         state.num_epoch_steps = state.num_epoch_samples = 0
         self._task.on_epoch_start(self._model, state)
-        wanted = self._num_wanted()
+        wanted = self._limits.num_wanted(self._config.sampling.num_epoch_samples)
         samples = self._collect(wanted)
         dataset = None if samples is None else self._dataset(samples, wanted)
         if dataset is None:
@@ -228,93 +224,107 @@ class Run:
             self._log()
         if self._is_due(self._config.clip_interval):
             self._film()
-        self._count()
+        state.elapsed_time = self._limits.elapsed_time
         if self._is_due(self._config.checkpoint_interval):
             self._save()
-            self._curve.draw()
+            if self._ranks.is_first:
+                self._curve.draw()
         self._progress.show(state, self._statistics.recent)
 
     def _is_due(self, interval: int | None) -> bool:
         return interval is not None and self.state.num_epochs % interval == 0
 
     def _collect(self, wanted: int, random_actions: bool = False) -> MultiReplaySamples | None:
-        """So many samples; None when the collection was called off."""
+        """This process's share of so many samples; None when the collection was called off."""
         options = asdict(self._config.sampling)
         for name in ("num_epoch_samples", "force_sync", "num_warmup_samples"):
             del options[name]
-        try:
-            with self._statistics.timed("collect"):
-                samples = self._task.collect_samples(
-                    self._model,
-                    self._pool,
-                    wanted,
-                    use_tqdm=False,
-                    random_actions=random_actions,
-                    **options,
-                )
-        except CollectionInterrupted:
+        samples = None
+        with self._statistics.timed("collect"), suppress(CollectionInterrupted):
+            samples = self._task.collect_samples(
+                self._model,
+                self._pool,
+                self._ranks.share(wanted),
+                use_tqdm=False,
+                random_actions=random_actions,
+                **options,
+            )
+        self._count_samples()
+        if self._ranks.any(samples is None):
             return None
-        finally:
-            self._count()
+        assert samples is not None
         self._statistics.add_collection(
-            samples.episodes, self.state.num_epoch_samples, samples.num_dropped
+            self._ranks.joined(samples.episodes),
+            self.state.num_epoch_samples,
+            self._ranks.total(samples.num_dropped),
         )
         return samples
 
     def _dataset(self, samples: MultiReplaySamples, wanted: int) -> Iterable[Any] | None:
         """The epoch's batches; None where what was left before max_samples holds no window."""
-        if self._replay is not None:
-            return self._replay.dataset(samples)
+        dataset, problem = None, None
         try:
-            return self._task.build_rl_dataset(samples)
-        except WindowError:
-            shortened = wanted < self._config.sampling.num_epoch_samples
-            if not shortened or self.state.num_epochs == 0:
-                raise
-            logger.info("the last %d samples hold no window", self.state.num_epoch_samples)
-            return None
+            if self._replay is not None:
+                dataset = self._replay.dataset(samples)
+            else:
+                dataset = self._task.build_rl_dataset(samples)
+        except WindowError as error:
+            problem = error
+        if not self._ranks.any(problem is not None):
+            return dataset
+        shortened = wanted < self._config.sampling.num_epoch_samples
+        if not shortened or self.state.num_epochs == 0:
+            raise problem or WindowError("another process of the run has no window to train on")
+        logger.info("the last %d samples hold no window", self.state.num_epoch_samples)
+        return None
 
     def _train(self, dataset: Iterable[Any]) -> None:
         state, first_step = self.state, self.state.num_steps
         values: dict[str, list[Tensor]] = {}
         with self._statistics.timed("train"):
-            for batch in _endless(dataset):
+            batches = _endless(dataset)
+            while True:
+                several = list(islice(batches, self._config.accumulate_grad_batches))
                 if self._fabric.device.type != "cpu":
-                    batch = self._fabric.to_device(batch)
-                for name, value in self._updater.update(batch, state).items():
+                    several = [self._fabric.to_device(batch) for batch in several]
+                for name, value in self._updater.update(several, state).items():
                     values.setdefault(name, []).append(value)
                 state.num_steps += 1
                 state.num_epoch_steps += 1
-                self._count()
+                state.elapsed_time = self._limits.elapsed_time
                 self._task.on_update_end(self._model, state)
-                if self._task.epoch_is_over(state) or self._reason_to_stop_epoch():
+                if self._task.epoch_is_over(state) or self._limits.reason_within_epoch():
                     break
             # Read once an epoch: on a GPU each look would wait for all that was sent before.
             numbers = {name: torch.stack(listed).tolist() for name, listed in values.items()}
-        _check_finite(numbers, first_step, state.num_epoch_steps)
+        numbers = self._ranks.mean(numbers)
+        check_finite(numbers, first_step, state.num_epoch_steps)
         self._statistics.add_updates(numbers)
 
     # ---- what is due after an epoch --------------------------------------------------------------
 
     def _evaluate(self) -> None:
-        if self._is_called_off():
-            return
+        episodes = None
         with self._statistics.timed("eval"):
-            try:
-                episodes = run_evaluation(
-                    self._task,
-                    self._model,
-                    self._config.num_eval_episodes,
-                    force_sync=self._config.sampling.force_sync,
-                    noise_seed=self._seed,
-                    interrupt=self._is_called_off,
-                )
-            except CollectionInterrupted:
-                return
+            if self._ranks.is_first and not self._limits.is_called_off():
+                with suppress(CollectionInterrupted):
+                    episodes = run_evaluation(
+                        self._task,
+                        self._model,
+                        self._config.num_eval_episodes,
+                        force_sync=self._config.sampling.force_sync,
+                        noise_seed=self._seed,
+                        interrupt=self._limits.is_called_off,
+                    )
+            episodes = self._ranks.first(episodes)
+        if episodes is None:
+            return
         self._statistics.add_evaluation(episodes)
+        mean = sum(episode.episode_return for episode in episodes) / len(episodes)
+        self._limits.last_evaluation, self._evaluated_at = mean, self.state.num_epochs
 
     def _film(self) -> None:
-        if self._is_called_off():
+        if not self._ranks.is_first or self._limits.is_called_off():
             return
         path = self._run_dir / "clips" / f"epoch-{self.state.num_epochs:06d}.mp4"
         path.parent.mkdir(exist_ok=True)
@@ -322,7 +332,7 @@ class Run:
             self._task.sample_clip(save_path=path, model=self._model)
 
     def _log(self) -> None:
-        self._count()
+        self.state.elapsed_time = self._limits.elapsed_time
         row = self._statistics.take_row(self.state, self._updater.learning_rates())
         for log in self._loggers:
             log.log_metrics(row, self.state.num_samples)
@@ -330,41 +340,27 @@ class Run:
 
     def _save(self) -> None:
         name = checkpoint.checkpoint_name(self.state.num_epochs, self.state.num_samples)
-        folder = self._run_dir / checkpoint.FOLDER / name
-        if folder.exists():  # nothing was done since it was written
+        if (
+            self._run_dir / checkpoint.FOLDER / name
+        ).exists():  # nothing was done since it was written
             return
         replay = self._replay if self._config.checkpoint_replay else None
-        save_replay = None if replay is None else replay.save
-        checkpoint.save_checkpoint(folder, self._snapshot.take(self._pool), save_replay)
-        if replay is not None:
-            drop_older(self._run_dir, folder)
+        score = self._score()
+        if self._keeper.is_best(score):
+            self._snapshot.best = (score, name)
+        files = self._snapshot.take(self._pool)
+        self._keeper.save(name, files, None if replay is None else replay.save, score)
 
+    def _score(self) -> float | None:
+        """What tells which checkpoint is best: the last evaluation's mean return, if it was made.
 
-def _check_fit(config: TrainerConfig, task: ReinforcementLearningTask[Any, Any]) -> int:
-    """Checks that trainer and task work together, and returns the number of environments.
-
-    Raises:
-        ConfigurationError: They do not; all reasons are named.
-    """
-    workers = task.get_environment_workers(config.sampling.force_sync)
-    num_envs = sum(len(worker.env_ids) for worker in workers)
-    raise_if_any(list(fit_problems(config.sampling, task.config, num_envs)))
-    if config.clip_interval is not None:
-        maker = task.get_environment_cached().maker
-        with Environment.from_maker(maker.with_render_mode("rgb_array")) as environment:
-            require_rgb_array(environment.env, maker)
-            environment.reset()
-            environment.render()  # without a display or driver this fails, now and not in an hour
-    return num_envs
-
-
-def _make_fabric(accelerator: str) -> Fabric:
-    try:
-        return Fabric(accelerator=accelerator, devices=1)
-    except RuntimeError as error:
-        raise ConfigurationError(
-            f"`accelerator` must be one that this machine has, got {accelerator!r}"
-        ) from error
+        Where there are no evaluations, that of the last episodes.
+        """
+        if self._config.eval_interval is None:
+            recent = self._statistics.recent
+            return sum(recent) / len(recent) if recent else None
+        is_new = self._evaluated_at == self.state.num_epochs
+        return self._limits.last_evaluation if is_new else None
 
 
 def _endless(dataset: Iterable[Any]) -> Iterator[Any]:
@@ -379,21 +375,3 @@ def _endless(dataset: Iterable[Any]) -> Iterator[Any]:
             yield batch
         if batch is None:
             raise HookError("`build_rl_dataset` must give at least one batch, got none")
-
-
-def _check_finite(
-    numbers: Mapping[str, Sequence[float]], first_step: int, num_updates: int
-) -> None:
-    """Looks for the first update that was not finite; the parameters are spoilt from there on.
-
-    Raises:
-        HookError: Names the update.
-    """
-    for place in range(num_updates):
-        for name, listed in numbers.items():
-            # A task may return some of its losses in some updates only: those are in the sum.
-            if len(listed) == num_updates and not math.isfinite(listed[place]):
-                raise HookError(
-                    f"`{name}` must be finite, got {listed[place]} in update "
-                    f"{first_step + place} (counted from 0)"
-                )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -12,24 +13,30 @@ from torch import nn
 
 from gymtask.errors import CheckpointError
 from gymtask.maker import EnvironmentMaker
+from gymtask.resuming import open_episodes, take_up_episodes
 from gymtask.sampling import stream_seed
 from gymtask.task import ReinforcementLearningTask, State
 from gymtask.training.checkpoint import (
     FORMAT,
-    RANK_FILE,
     STATE_FILE,
     module_problems,
+    rank_file,
     rng_state,
     set_rng_state,
+    to_arrays,
     to_plain,
 )
 from gymtask.training.config import TrainerConfig
+from gymtask.training.ranks import Ranks
 from gymtask.training.updates import Updater
 from gymtask.workers.pool import WorkerPool
 
+logger = logging.getLogger(__name__)
+
 _NEEDED = frozenset(
     {"name", "model", "task", "optimizers", "schedulers", "state", "recent_returns", "num_envs"}
-    | {"num_resumes", "num_evaluations", "num_clips"}
+    | {"num_ranks"}
+    | {"num_resumes", "num_evaluations", "num_clips", "best"}
 )
 
 
@@ -44,7 +51,10 @@ class Snapshot:
         updater: Has the optimizers and schedules.
         state: The counters.
         recent: Returns of the last episodes.
+        ranks: The processes of the run.
         num_resumes: How often the run was resumed.
+        best: Score and name of the best checkpoint so far, this one included; None where there is
+            none.
     """
 
     config: TrainerConfig
@@ -53,10 +63,12 @@ class Snapshot:
     updater: Updater
     state: State
     recent: deque[float]
+    ranks: Ranks
     num_resumes: int = 0
+    best: tuple[float, str] | None = None
 
     def take(self, pool: WorkerPool) -> dict[str, dict[str, Any]]:
-        """What each file of a checkpoint holds, plain values only.
+        """What each file of a checkpoint that this process writes holds, plain values only.
 
         Raises:
             CheckpointError: The state of a module, an optimizer or a schedule is no plain value.
@@ -65,7 +77,8 @@ class Snapshot:
         content = {
             "format": FORMAT,
             "name": task.config.name,
-            "task_class": f"{type(task).__module__}:{type(task).__qualname__}",
+            "task_class": _import_path(type(task)),
+            "config_class": _import_path(type(task.config)),
             "model": self.model.state_dict(),
             "task": task.state_dict(),
             "optimizers": {name: o.state_dict() for name, o in updater.optimizers.items()},
@@ -73,16 +86,21 @@ class Snapshot:
             "state": asdict(self.state),
             "recent_returns": list(self.recent),
             "num_envs": pool.num_envs,
+            "num_ranks": self.ranks.size,
             "num_resumes": self.num_resumes,
+            "best": self.best,
             "num_evaluations": task.num_evaluations,
             "num_clips": task.num_clips,
             "config": plain_configs(self.config, task),
             "environment": _describe(pool.workers[0].maker),
         }
-        rank = {"rng": rng_state(), "pool": pool.state_dict()}
+        rank = {"rng": rng_state(), "pool": pool.state_dict(), "episodes": open_episodes(pool)}
+        files = {rank_file(self.ranks.rank): rank}
+        if self.ranks.is_first:
+            files[STATE_FILE] = content
         return {
-            STATE_FILE: {name: to_plain(value, name) for name, value in content.items()},
-            RANK_FILE: {name: to_plain(value, name) for name, value in rank.items()},
+            file: {name: to_plain(value, name) for name, value in values.items()}
+            for file, values in files.items()
         }
 
     def check(self, saved: Mapping[str, Any], num_envs: int) -> None:
@@ -104,6 +122,7 @@ class Snapshot:
         for what, was, now in (
             ("`name` of the task", saved["name"], self.task.config.name),
             ("the number of environments", saved["num_envs"], num_envs),
+            ("the number of processes", saved["num_ranks"], self.ranks.size),
             ("the optimizers", sorted(saved["optimizers"]), sorted(self.updater.optimizers)),
             (
                 "the number of learning rate schedules",
@@ -135,20 +154,32 @@ class Snapshot:
             setattr(self.state, name, value)
         self.recent.extend(saved["recent_returns"])
         self.num_resumes = saved["num_resumes"] + 1
+        self.best = saved["best"]
         self.task.num_evaluations = saved["num_evaluations"]
         self.task.num_clips = saved["num_clips"]
 
     def restore_rank(self, saved: Mapping[str, Any], pool: WorkerPool) -> None:
         """Takes up the place of a new pool in the run, and the random generators.
 
-        The environments begin new episodes, with seeds that no other part of the run has.
+        Open episodes are played again. Where that is not possible, environments begin new ones,
+        with seeds that no other part of the run has.
         """
         pool.load_state_dict(saved["pool"])
         env_seed = self.task.config.environment.env_seed
-        pool.reset_seeds = [
-            stream_seed(env_seed, "resume", index, self.num_resumes)
+        seeds = [
+            stream_seed(env_seed, "resume", pool.first_env + index, self.num_resumes)
             for index in range(pool.num_envs)
         ]
+        episodes = saved.get("episodes")
+        if episodes is None or not pool.records_starts:
+            pool.reset_seeds = seeds
+        elif others := take_up_episodes(self.task, pool, to_arrays(episodes), seeds):
+            logger.warning(
+                "%s does not repeat its episodes from the state of its random generators: the"
+                " environments %s begin new ones",
+                pool.workers[0].maker.name,
+                others,
+            )
         set_rng_state(saved["rng"])
 
 
@@ -158,6 +189,10 @@ def plain_configs(
     """Both configs as dicts of plain values; what is no such value as text."""
     both = {"task": asdict(task.config), "trainer": asdict(config)}
     return {name: to_plain(value, name, as_text=True) for name, value in both.items()}
+
+
+def _import_path(kind: type[Any]) -> str:
+    return f"{kind.__module__}:{kind.__qualname__}"
 
 
 def _describe(maker: EnvironmentMaker) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ from torch.optim import Adam, Optimizer
 
 from gymtask.errors import ConfigurationError, HookError
 from gymtask.task import ReinforcementLearningTask, State
+from gymtask.training.config import TrainerConfig
+from gymtask.training.ranks import Ranks
 
 SINGLE = "main"
 """Name of an optimizer that a task did not name."""
@@ -27,10 +29,10 @@ class Updater:
 
     Args:
         fabric: Does backward and clipping, and knows the device.
+        ranks: Those whose gradients are averaged.
         task: Gives `run_model`, `compute_loss`, optimizers and schedules.
         model: Is moved to the device.
-        learning_rate: Of Adam, where the task makes no optimizer.
-        clip_grad_norm: Largest norm of the gradients of an optimizer; None: any.
+        config: Of the trainer.
 
     Attributes:
         optimizers: By name.
@@ -44,25 +46,32 @@ class Updater:
     def __init__(
         self,
         fabric: Fabric,
+        ranks: Ranks,
         task: ReinforcementLearningTask[Any, Any],
         model: nn.Module,
-        learning_rate: float,
-        clip_grad_norm: float | None,
+        config: TrainerConfig,
     ) -> None:
-        self._fabric = fabric
-        self._task = task
-        self._clip_grad_norm = clip_grad_norm
-        self._module = fabric.setup_module(model)
+        self._fabric, self._ranks, self._task = fabric, ranks, task
+        self._clip_grad_norm = config.clip_grad_norm
+        compiled: Any = torch.compile(model) if config.compile else model
+        self._module = fabric.setup_module(compiled)
+        ranks.copy_first_(task)  # the model's are the same already
         for name in task.forward_methods:
             self._mark(name)
-        self.optimizers = _make_optimizers(task, model, learning_rate)
+        self.optimizers = _make_optimizers(task, model, config.learning_rate)
+        self._trained = [
+            parameter
+            for optimizer in self.optimizers.values()
+            for parameter in _parameters(optimizer)
+            if parameter.requires_grad
+        ]
         self._steppers: dict[str, Any] = {
             name: fabric.setup_optimizers(optimizer) for name, optimizer in self.optimizers.items()
         }
         self.schedulers = _make_schedulers(task, self.optimizers)
 
-    def update(self, batch: Any, state: State) -> dict[str, Tensor]:
-        """Takes one step.
+    def update(self, batches: Sequence[Any], state: State) -> dict[str, Tensor]:
+        """Takes one step, in the direction of the mean of the losses of some batches.
 
         Returns:
             "loss" and "grad_norm" (before clipping), and one of each per name where there are
@@ -71,9 +80,16 @@ class Updater:
         Raises:
             HookError: `compute_loss` returned no loss that can be minimised.
         """
-        output = self._task.run_model(self._module, batch, state)
-        loss = self._task.compute_loss(self._module, batch, state, output)
-        values = self._backward(loss)
+        for optimizer in self.optimizers.values():
+            optimizer.zero_grad()
+        # Gradients are averaged below, not by the wrapper: it takes one backward for each forward,
+        # and several losses, or a parameter of the task's, are none of its business.
+        with self._fabric.no_backward_sync(self._module, enabled=self._ranks.size > 1):
+            found = [self._differentiate(batch, state, len(batches)) for batch in batches]
+        self._average_gradients()
+        values = found[0]
+        if len(found) > 1:
+            values = {name: torch.stack([one[name] for one in found]).mean() for name in values}
         norms = {name: self._clip(name) for name in self.optimizers}
         self._require_finite(values["loss"], norms, state)
         for stepper in self._steppers.values():
@@ -82,6 +98,23 @@ class Updater:
             scheduler.step()
         values.update(_named("grad_norm", norms))
         return values
+
+    def _differentiate(self, batch: Any, state: State, num_batches: int) -> dict[str, Tensor]:
+        output = self._task.run_model(self._module, batch, state)
+        loss = self._task.compute_loss(self._module, batch, state, output)
+        return self._backward(loss, num_batches)
+
+    def _average_gradients(self) -> None:
+        if self._ranks.size == 1:
+            return
+        has_gradient = self._ranks.any_each([p.grad is not None for p in self._trained])
+        gradients = []
+        for parameter, has in zip(self._trained, has_gradient, strict=True):
+            if has and parameter.grad is None:  # another process has one
+                parameter.grad = torch.zeros_like(parameter)
+            if parameter.grad is not None:
+                gradients.append(parameter.grad)
+        self._ranks.average_(gradients)
 
     def _require_finite(self, loss: Tensor, norms: Mapping[str, Tensor], state: State) -> None:
         """On the CPU, where it costs nothing: stops before the step that would ruin the model.
@@ -110,17 +143,16 @@ class Updater:
                 f"`forward_methods` must name methods of the model beside forward, got {method!r}"
             ) from error
 
-    def _backward(self, loss: Tensor | Mapping[str, Tensor]) -> dict[str, Tensor]:
-        for optimizer in self.optimizers.values():
-            optimizer.zero_grad()
+    def _backward(self, loss: Tensor | Mapping[str, Tensor], num_batches: int) -> dict[str, Tensor]:
+        """Adds the gradients of one of so many batches."""
         losses = _checked_losses(loss, self.optimizers)
         total: Tensor = sum(losses.values())  # type: ignore[assignment]
         if len(self.optimizers) == 1:
-            self._fabric.backward(total)
+            self._fabric.backward(total if num_batches == 1 else total / num_batches)
         else:
             for place, (name, optimizer) in enumerate(self.optimizers.items(), start=1):
                 self._fabric.backward(
-                    losses[name],
+                    losses[name] / num_batches,
                     inputs=[p for p in _parameters(optimizer) if p.requires_grad],
                     retain_graph=place < len(self.optimizers),  # the losses may share a forward
                 )
@@ -238,3 +270,19 @@ def _make_schedulers(
                 f"got {scheduler!r}"
             )
     return schedulers
+
+
+def check_finite(numbers: Mapping[str, Sequence[float]], first_step: int, num_updates: int) -> None:
+    """Looks for the first update that was not finite; the parameters are spoilt from there on.
+
+    Raises:
+        HookError: Names the update.
+    """
+    for place in range(num_updates):
+        for name, listed in numbers.items():
+            # A task may return some of its losses in some updates only: those are in the sum.
+            if len(listed) == num_updates and not math.isfinite(listed[place]):
+                raise HookError(
+                    f"`{name}` must be finite, got {listed[place]} in update "
+                    f"{first_step + place} (counted from 0)"
+                )

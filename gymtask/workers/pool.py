@@ -28,7 +28,7 @@ from gymtask.workers.arguments import (
     checked_seed,
 )
 from gymtask.workers.layout import Array, Space
-from gymtask.workers.queue import StepQueue
+from gymtask.workers.resumable import ResumableQueue
 from gymtask.workers.slots import Slots
 from gymtask.workers.worker import BaseEnvironmentWorker, Steps, spaces_of, take_rows
 
@@ -42,7 +42,7 @@ _POOLS = {
 }
 
 
-class WorkerPool(StepQueue):
+class WorkerPool(ResumableQueue):
     """N environments behind `send` and `recv`; a context manager.
 
     Each row that `recv` gives is one real transition: an environment whose episode ended has
@@ -60,13 +60,18 @@ class WorkerPool(StepQueue):
         num_envs: N.
         observation_space: The space of one environment.
         action_space: The space of one environment.
-        seed: Seed of the first worker; environment i is first reset with its worker's seed + i.
+        seed: Seed of the first worker; environment i is first reset with its worker's seed + i (+
+            `first_env`).
         run_step: int64 [N], steps of each environment in the run.
         episode: int64 [N], episodes that each environment began before its present one; -1 before
             the first.
         num_pending: Environments that were sent an action whose row was not given yet.
         was_reset: Whether the pool was reset at least once.
         closed: Whether it is closed.
+        records_starts: Whether it is noted how each episode begins.
+        first_env: The index of environment 0 among those of all processes of a run; it tells seeds
+            and ids apart. May be set before the first reset, as the next.
+        total_envs: Environments of all processes.
         workers: What it was started from.
         steps_together: Whether a step is one of all environments, as in native mode.
         reset_seeds: Seeds of the first reset, where they are not `seed + i`; may be set before it.
@@ -94,17 +99,12 @@ class WorkerPool(StepQueue):
         self.action_space: Space = slots.action_space
         self.seed = workers[0].seed
         self.cleanup_time = max(worker.cleanup_time for worker in workers)
-        self.run_step: Array = np.zeros(self.num_envs, np.int64)
-        self.episode: Array = np.full(self.num_envs, -1, np.int64)
         self.reset_seeds: list[int] | None = None
-        self.memory: Any = None
         self.noise: Any = None
         self.noise_key = (self.seed, "noise", 0)
-        self.cursor = 0
         self.began: Array | None = None
         self.num_handed_out = 0
         self.silent_info_keys = set(workers[0].maker.info_keys)
-        self.was_reset = False
 
     @staticmethod
     def from_workers(workers: Sequence[BaseEnvironmentWorker]) -> WorkerPool:
@@ -152,7 +152,7 @@ class WorkerPool(StepQueue):
         else:
             seeds = list(
                 self.reset_seeds
-                or [worker.seed + index for worker in self.workers for index in worker.env_ids]
+                or [w.seed + self.first_env + index for w in self.workers for index in w.env_ids]
             )
         self.memory = None
         self._on_all("reset", [(number,) for number in seeds])
@@ -286,32 +286,6 @@ class WorkerPool(StepQueue):
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-    def state_dict(self) -> dict[str, Any]:
-        """The counters of the run, as plain numbers and lists."""
-        return {
-            "run_step": self.run_step.tolist(),
-            "episode": self.episode.tolist(),
-            "cursor": self.cursor,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on counting where another pool of the same run stood; before the first reset.
-
-        Raises:
-            ConfigurationError: The other pool had another number of environments.
-            PoolStateError: This pool was reset already.
-        """
-        if self.was_reset:
-            raise PoolStateError("cannot load counters after a reset; load them into a new pool")
-        if len(state["run_step"]) != self.num_envs:
-            raise ConfigurationError(
-                f"`state` must be of a pool with {self.num_envs} environments, got one with"
-                f" {len(state['run_step'])}"
-            )
-        self.run_step[:] = state["run_step"]
-        self.episode[:] = state["episode"]
-        self.cursor = int(state["cursor"])
 
     # ---- what a mode adds ------------------------------------------------------------------------
 

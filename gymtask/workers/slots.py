@@ -28,6 +28,7 @@ from gymtask.workers.layout import (
     nest,
     space_leaves,
 )
+from gymtask.workers.random_state import random_state, set_random_state
 
 ALIGNMENT = 64  # bytes: a cache line, so that arrays written by different processes never share one
 
@@ -126,13 +127,18 @@ class EnvironmentStepper:
             memory in which others see it too.
         isolates: Whether `run` copies what it is given and gives: environments beside each other in
             a worker process are to share no more than in processes of their own.
+        records_starts: Whether it is noted how each episode began.
+        starts: How the open episode of each environment began, where that is noted: "seed" is that
+            of its last reset that had one, and "random_state" is where its generators stood when
+            the episode began, if that was later.
     """
 
     def __init__(self, slots: Slots, makers: Mapping[int, EnvironmentMaker]) -> None:
         self.slots = slots
         self.progress: Any = [-1]
-        self.isolates = False
+        self.isolates = self.records_starts = False
         self.envs: dict[int, AnyEnv] = {}
+        self.starts: dict[int, dict[str, Any]] = {}
         self._makers = makers
         self._info_keys = {index: maker.info_keys for index, maker in makers.items()}
         self.keeps_infos = any(self._info_keys.values())
@@ -198,6 +204,8 @@ class EnvironmentStepper:
                 self.slots.infos[index] = found
             if terminated or truncated:
                 self._write_final(index, observation)
+                if self.records_starts:
+                    self._note_start(index)
                 observation, _ = begin_episode(envs[index])
             write(index, observation)
         progress[0] = -1
@@ -205,12 +213,29 @@ class EnvironmentStepper:
     def reset(self, index: int, seed: int | None) -> None:
         """Starts a new episode in environment `index`; a seed also seeds its action space."""
         slots, env = self.slots, self.envs[index]
+        if self.records_starts:
+            self._note_start(index, seed)
         observation, _ = begin_episode(env, seed=seed)
         if seed is not None:
             env.action_space.seed(seed)
         slots.reward[index], slots.flags[index] = 0.0, False
         slots.infos[index] = {}
         self._write(index, observation)
+
+    def restart(self, index: int, start: dict[str, Any]) -> None:
+        """Begins an episode as another one began, of which `starts` told."""
+        self.reset(index, start["seed"])  # as it was once: what else this set is set now
+        if "random_state" in start:
+            set_random_state(self.envs[index], start["random_state"])
+            self.reset(index, None)
+
+    def _note_start(self, index: int, seed: int | None = None) -> None:
+        if seed is not None:
+            self.starts[index] = {"seed": seed}
+            return
+        before = self.starts.get(index, {}).get("seed")
+        state = random_state(self.envs[index])
+        self.starts[index] = {"seed": before, "random_state": state}
 
     def run(
         self,
@@ -221,6 +246,8 @@ class EnvironmentStepper:
     ) -> list[Any]:
         """Runs "reset", "call", "get_attr", "set_attr" or "render" on some environments.
 
+        Or what lets episodes be begun again: "record_starts", "get_start" or "restart".
+
         Args:
             method: What to run.
             env_ids: The environments.
@@ -230,8 +257,12 @@ class EnvironmentStepper:
         results: list[Any] = []
         for index in env_ids:
             self.current = index
-            if method == "reset":
-                self.reset(index, *args[index])
+            if method in ("reset", "restart"):
+                getattr(self, method)(index, *args[index])
+            elif method == "record_starts":
+                self.records_starts = True
+            elif method == "get_start":
+                results.append(self.starts[index])
             elif self.isolates:
                 own, keywords = copied((args[index], kwargs))
                 results.append(copied(_APPLY[method](self.envs[index], *own, **keywords)))

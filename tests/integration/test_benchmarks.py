@@ -172,6 +172,17 @@ def test_a_benchmark_leaves_figures_of_every_candidate(
     assert record["rows"][base]["summary"][ratio_of(record)]["median"] == 1
 
 
+def test_a_buffer_larger_than_memory_is_filled_drawn_from_and_overwritten(tmp_path: Path) -> None:
+    words = ["--gigabytes", "0.02", "--seconds", "0.1", "--folder", str(tmp_path)]
+    figures = json.loads(run(str(FOLDER / "larger_than_memory.py"), *words))
+    assert figures["rows"] == 2000
+    assert figures["files, GB"] > 0.014
+    assert 0 < figures["peak of RssAnon, GB"] < 2
+    assert figures["files / limit"] == pytest.approx(figures["files, GB"] / figures["limit, GB"])
+    assert all(value > 0 for name, value in figures.items() if name.endswith("rows/s"))
+    assert not list(tmp_path.iterdir())
+
+
 def ratio_of(record: dict[str, Any]) -> str:
     """The heading of the ratio to the base."""
     heads = record["rows"][record["base"]]["summary"]
@@ -295,6 +306,7 @@ everything.main([])
         ("vector_step.py", {"--num-envs": "64", "--workers": "2"}),
         ("replay.py", {"--num-rows": "1000000", "--seconds": "0.4"}),
         ("memory.py", {"--num-frames": "100000", "--rounds": "5"}),
+        ("larger_than_memory.py", {"--gigabytes": "30.0", "--seconds": "30.0"}),
         ("everything.py", {"--rounds": "5"}),
     ],
 )

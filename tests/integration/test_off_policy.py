@@ -233,7 +233,7 @@ def test_other_keys_beside_random_actions_are_refused() -> None:
 
 
 def buffer_of(folder: Path) -> dict[str, Any]:
-    buffer = ReplayBuffer.load(folder / "replay")
+    buffer = ReplayBuffer.load(folder / "replay-0")
     return buffer.read(buffer.windows(1, 1), 1, 1).to_dict()
 
 
@@ -242,7 +242,7 @@ def test_a_checkpoint_holds_the_buffer_and_only_the_newest_keeps_it(tmp_path: Pa
     make_trainer(tmp_path).train(task, linear())
     *older, newest = list_checkpoints(tmp_path)
     assert len(older) == 2
-    assert not any((folder / "replay").exists() for folder in older)
+    assert not any((folder / "replay-0").exists() for folder in older)
     assert not list(tmp_path.rglob(".tmp-*"))
     assert len(buffer_of(newest)["action"]) == 30
 
@@ -287,7 +287,7 @@ def test_without_a_saved_buffer_a_resumed_run_fills_it_with_the_policy(
 ) -> None:
     fields: dict[str, Any] = {"num_warmup_samples": 15, "checkpoint_replay": False}
     make_trainer(tmp_path, **fields).train(make_off_policy(max_epochs=1), linear())
-    assert not list(tmp_path.rglob("replay"))
+    assert not list(tmp_path.rglob("replay*"))
 
     class Look(OffPolicy):
         def get_actions(self, model: nn.Module, states: TensorDict, optimal: bool) -> Tensor:
@@ -311,7 +311,7 @@ def test_a_buffer_of_other_settings_is_refused_by_name(tmp_path: Path) -> None:
 
 def test_a_damaged_buffer_is_a_checkpoint_error(tmp_path: Path) -> None:
     make_trainer(tmp_path).train(make_off_policy(max_epochs=1), linear())
-    records = list_checkpoints(tmp_path)[-1] / "replay" / "records.bin"
+    records = list_checkpoints(tmp_path)[-1] / "replay-0" / "records.bin"
     records.write_bytes(records.read_bytes()[:-1])
     with pytest.raises(CheckpointError, match="damaged"):
         make_trainer(None).train(make_off_policy(), linear(), resume=tmp_path)

@@ -103,31 +103,38 @@ def test_resuming_twice_from_one_checkpoint_gives_the_same_run_twice(tmp_path: P
     assert parameters(first) == parameters(second)
 
 
-def test_a_resume_begins_new_episodes_with_seeds_and_ids_of_their_own(tmp_path: Path) -> None:
-    class Pools(ScriptedTask):
+def test_episodes_that_do_not_repeat_are_named_and_new_ones_get_seeds_and_ids_of_their_own(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Pools(ScriptedTask):  # a ScriptedEnv counts its episodes, whatever its generators do
         def get_worker_pool(self, force_sync: bool = False) -> Any:
-            pools.append(super().get_worker_pool(force_sync))
-            return pools[-1]
+            self.pool = super().get_worker_pool(force_sync)
+            return self.pool
 
         def postprocess_trajectories(self, trajectories: list[Any]) -> list[Any]:
             ids.append([int(trajectory["trajectory_id"][0]) for trajectory in trajectories])
+            run_steps.append(self.pool.run_step.tolist())
+            seeds.append([start["seed"] for start in self.pool.get_starts()])
             return trajectories
 
-    pools: list[Any] = []
+    seeds: list[Any] = []
     ids: list[list[int]] = []
-    make_trainer(tmp_path / "run").train(Pools(make_config(max_epochs=1)), linear())
+    run_steps: list[list[int]] = []
+    make_trainer(tmp_path / "run", 20).train(Pools(make_config(max_epochs=1)), linear())
     for number in (2, 3):
         task = Pools(make_config(max_epochs=number))
-        make_trainer(None).train(task, linear(), resume=tmp_path / "run")
-    assert [pool.reset_seeds for pool in pools] == [
-        None,
+        make_trainer(None, 20).train(task, linear(), resume=tmp_path / "run")
+        assert "does not repeat its episodes" in caplog.text
+        assert "the environments [0, 1] begin new ones" in caplog.text
+    assert seeds == [
+        [1337, 1338],
         [stream_seed(1337, "resume", index, 1) for index in range(2)],
         [stream_seed(1337, "resume", index, 2) for index in range(2)],
     ]
-    assert [pool.run_step.tolist() for pool in pools] == [[5, 5], [10, 10], [15, 15]]
-    # Each environment ends an episode of 4 rows and begins another one, each time: 2 each, and the
-    # open ones are given up.
-    assert ids == [[0, 2, 1, 3], [4, 6, 5, 7], [8, 10, 9, 11]]
+    assert run_steps == [[10, 10], [20, 20], [30, 30]]
+    # Each environment ends two episodes of 4 rows and begins another one, each time; the open ones
+    # are given up.
+    assert ids == [[0, 2, 4, 1, 3, 5], [6, 8, 10, 7, 9, 11], [12, 14, 16, 13, 15, 17]]
 
 
 def test_metrics_go_on_without_a_gap_or_a_doubled_row(tmp_path: Path) -> None:

@@ -91,7 +91,9 @@ def test_a_checkpoint_is_read_by_a_process_that_imported_only_torch(tmp_path: Pa
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     expected = [
+        "best",
         "config",
+        "config_class",
         "environment",
         "format",
         "model",
@@ -99,6 +101,7 @@ def test_a_checkpoint_is_read_by_a_process_that_imported_only_torch(tmp_path: Pa
         "num_clips",
         "num_envs",
         "num_evaluations",
+        "num_ranks",
         "num_resumes",
         "optimizers",
         "recent_returns",
@@ -107,7 +110,7 @@ def test_a_checkpoint_is_read_by_a_process_that_imported_only_torch(tmp_path: Pa
         "task",
         "task_class",
     ]
-    assert done.stdout.strip() == f"{expected} ['pool', 'rng'] 3 1"
+    assert done.stdout.strip() == f"{expected} ['episodes', 'pool', 'rng'] 3 1"
     state = load_checkpoint(folder)[0]
     assert state["environment"]["id"] == "CartPole-v1"
     assert '"CartPole-v1"' in state["environment"]["spec"]

@@ -263,18 +263,26 @@ def run(task: Any, pool: Any, model: Model, call: Call) -> None:
 
 def _make(task: Any, pool: Any, call: Call) -> tuple[list[TensorDict], int | None]:
     """The pieces that a call gave, and how many rows it left out, if it is known."""
+    given = call_once(task, pool, call)
+    if isinstance(given, list):
+        return given, None
+    return [piece.samples for piece in given], given.num_dropped
+
+
+def call_once(task: Any, pool: Any, call: Call) -> gymtask.MultiReplaySamples | list[TensorDict]:
+    """What `collect_samples` gave; or the pieces of `iter_samples`, or none where a hook failed."""
     keywords = {"total_samples": call.total, "use_tqdm": False, **call.keywords}
     if call.takes is None:
         try:
-            samples = task.collect_samples(None, pool, **keywords)
+            samples: gymtask.MultiReplaySamples = task.collect_samples(None, pool, **keywords)
         except Boom:
-            return [], None
-        return [piece.samples for piece in samples], samples.num_dropped
+            return []
+        return samples
     generator = task.iter_samples(None, pool, **keywords)
     pieces: list[TensorDict] = []
     with contextlib.suppress(Boom), contextlib.closing(generator):
         pieces += itertools.islice(generator, call.takes)
-    return pieces, None
+    return pieces
 
 
 # ---- what is drawn -------------------------------------------------------------------------------

@@ -19,15 +19,17 @@ ABOVE_THE_LINE = [
     "gymtask.errors",
     "gymtask.config",
     "gymtask.maker",
+    "gymtask.wrappers",
     "gymtask.testing",
     *(f"gymtask.workers.{path.stem}" for path in sorted((ROOT / "workers").glob("[a-z]*.py"))),
     *(f"gymtask.vector.{path.stem}" for path in sorted((ROOT / "vector").glob("[a-z]*.py"))),
 ]
 ORDER = [
-    "errors", "config", "maker", "workers", "vector", "spaces", "video", "environment", "tape",
-    "trajectory", "sampling", "states", "options", "plan", "together", "acting", "cursors",
-    "windows", "replay", "rollout", "collector", "samples", "scans", "returns", "clips", "hooks",
-    "task", "training", "trainer", "testing",
+    "errors", "config", "maker", "wrappers", "workers", "vector", "spaces", "video", "environment",
+    "tape", "trajectory", "masks", "sampling", "states", "recurrent", "options", "plan", "together",
+    "random_actions", "acting", "cursors", "episode_actions", "windows", "replay", "rollout",
+    "collector", "samples", "scans", "returns", "moments", "running_returns", "normalize", "clips",
+    "hooks", "task", "resuming", "training", "trainer", "testing",
 ]  # fmt: skip
 """Imports go from later names to earlier ones only, but for type annotations."""
 

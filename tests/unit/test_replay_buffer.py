@@ -5,6 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import pickle
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +18,9 @@ import torch
 from gymnasium import spaces
 from tensordict import NonTensorStack, TensorDict
 
-from gymtask import MultiReplaySamples, Prioritization, ReplayBuffer
+from gymtask import MultiReplaySamples, Prioritization, ReplayBuffer, ReplayDataset
 from gymtask.errors import ConfigurationError, ReplayError, WindowError
+from gymtask.replay import storage
 from tests.replay_model import OBSERVATIONS, piece
 
 
@@ -32,6 +36,17 @@ def filled(*pieces: TensorDict, capacity: int = 100, **settings: Any) -> ReplayB
 
 def first_observations(batch: TensorDict) -> set[int]:
     return {int(each) for each in batch["observation"][:, 0, 0]}
+
+
+@contextmanager
+def files_of_at_most(nbytes: int) -> Iterator[None]:
+    """The system refuses to make a file longer than that, as it does where a disk is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 class TestWhatItHolds:
@@ -142,6 +157,32 @@ class TestWindows:
             env * OBSERVATIONS + step for env in range(3) for step in range(4)
         }
 
+    def test_pieces_that_come_together_are_one_trajectory_too(self) -> None:
+        buffer = filled(
+            piece(0, 0, zeros(2), ""), piece(1, 0, zeros(2), ""), piece(0, 2, zeros(2), "")
+        )
+        assert first_observations(buffer.sample(50, 4)) == {0}
+
+    @pytest.mark.parametrize("ends", ["", "terminated"])
+    def test_windows_that_lie_in_one_part_of_the_ring_are_right(self, ends: str) -> None:
+        # 31 rows, of which the last 20 stay, the oldest of them in place 11.
+        pieces = [piece(number, 0, zeros(5), ends) for number in range(6)]
+        buffer = filled(*pieces, piece(6, 0, zeros(1), ""), capacity=20)
+        found = set()
+        for _ in range(400):  # one by one, so that none meets the end of the ring with another
+            window = buffer.sample(1, 3)[0]
+            step, first = window["step"], int(window["observation"][0, 0])
+            assert step.tolist() == list(range(int(step[0]), int(step[0]) + 3))
+            assert torch.equal(window["observation"][:, 0], first + torch.arange(3.0))
+            assert torch.equal(window["next", "observation"][:, 0], first + torch.arange(1.0, 4.0))
+            found.add(first)
+        first_steps = [
+            (2, 1),
+            (2, 2),
+            *((number, step) for number in (3, 4, 5) for step in range(3)),
+        ]
+        assert found == {OBSERVATIONS * number + step for number, step in first_steps}
+
     def test_all_windows_are_drawn_equally_often(self) -> None:
         buffer = filled(piece(0, 0, zeros(9), "terminated"), piece(1, 0, zeros(5), ""))
         windows = buffer.sample(20_000, 3)
@@ -206,6 +247,31 @@ class TestNextValues:
         windows = buffer.sample(100, 4)
         assert windows["observation"][0, :, 0].tolist() == [0, 1, 50, 3]
         assert windows["next", "observation"][0, :, 0].tolist() == [1, 2, 3, 4]
+
+    def test_pieces_that_come_together_and_contradict_each_other_keep_both(self) -> None:
+        pieces = [piece(0, 0, zeros(2), ""), piece(0, 2, zeros(2), "")]
+        pieces[1]["observation"][0] = 50.0
+        buffer = filled(piece(1, 0, zeros(3), ""))
+        with pytest.warns(UserWarning, match="takes twice the memory"):
+            buffer.extend(pieces)
+        for each in (buffer, filled(*pieces)):
+            windows = each.sample(100, 4)
+            assert windows["observation"][0, :, 0].tolist() == [0, 1, 50, 3]
+            assert windows["next", "observation"][0, :, 0].tolist() == [1, 2, 3, 4]
+
+    def test_a_continuation_takes_over_the_place_of_the_state_before_it(self) -> None:
+        buffer = ReplayBuffer(50)
+        for step in range(120):
+            buffer.extend([piece(env, step, zeros(1), "") for env in range(3)])
+        assert buffer._ring.links.num_side_slots == 3
+
+    def test_rewards_that_are_observed_are_summed_up_as_others(self) -> None:
+        rows = piece(0, 0, [1.0, 2.0, 3.0], "terminated")
+        rows["reward"] = torch.tensor([0.0, 1.0, 2.0])  # that of the step before
+        batch = filled(rows, n_step=2, gamma=0.5).sample(50)[:, 0]
+        for row in batch:
+            assert row["reward"] == row["step"]
+            assert row["next", "reward"] == [2.0, 3.5, 3.0][int(row["step"])]
 
     def test_nan_and_negative_zero_are_values_like_others(self) -> None:
         rows = piece(0, 0, zeros(3), "")
@@ -434,6 +500,48 @@ class TestRefused:
         assert buffer.num_added == 3
 
     @pytest.mark.parametrize(
+        ("reward", "message"),
+        [
+            (None, "got absent; store rows with it, or make the buffer with n_step=1"),
+            (
+                torch.zeros(2, 1),
+                "must be a real number for each row.* got torch.float32 \\[T, 1\\]",
+            ),
+            (torch.zeros(2, dtype=torch.complex64), "got torch.complex64 \\[T\\]"),
+        ],
+    )
+    def test_rows_without_rewards_cannot_be_summed_up(
+        self, reward: torch.Tensor | None, message: str
+    ) -> None:
+        rows = piece(0, 0, zeros(2), "")
+        if reward is None:
+            del rows["next", "reward"]
+        else:
+            rows["next", "reward"] = reward
+        buffer = ReplayBuffer(5, n_step=2)
+        with pytest.raises(ConfigurationError, match=f"`next/reward` of trajectories .*{message}"):
+            buffer.extend(rows)
+        assert buffer.num_added == 0
+        assert set(filled(rows).sample(2)["next"].keys()) >= {"observation"}
+
+    @pytest.mark.parametrize(
+        ("keys", "message"),
+        [
+            (["no"], r"`batch_keys` must be among \[.*'action'.*\], got 'no'"),
+            ([("next", "no")], r"`batch_keys` must be among .*, got \('next', 'no'\)"),
+            ([], r"`batch_keys` must be a list of keys, got \[\]"),
+            ("action", "`batch_keys` must be a list of keys, got 'action'"),
+        ],
+    )
+    def test_keys_that_are_not_stored_are_refused_as_for_pieces(
+        self, keys: Any, message: str
+    ) -> None:
+        rows = piece(0, 0, zeros(2), "")
+        for samples in (filled(rows), MultiReplaySamples([rows])):
+            with pytest.raises(ConfigurationError, match=message):
+                ReplayDataset(samples, 1, 1, 1, batch_keys=keys)
+
+    @pytest.mark.parametrize(
         ("given", "message"),
         [
             (3, "`trajectories` must be MultiReplaySamples, a TensorDict"),
@@ -458,6 +566,20 @@ class TestOnDisk:
         buffer = filled(piece(0, 0, zeros(3), ""), storage=tmp_path / "rows")
         assert sum(file.stat().st_size for file in (tmp_path / "rows").iterdir()) > 1000
         assert first_observations(buffer.sample(50)) == {0, 1, 2}
+
+    def test_files_larger_than_memory_hold_the_same(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(storage, "MEMORY", 0)
+        buffer = ReplayBuffer(1000, tmp_path, seed=0)
+        for number in range(6):  # the fourth crosses the end of the ring
+            buffer.extend(piece(number, 0, zeros(300), "terminated"))
+        for each in (buffer, pickle.loads(pickle.dumps(buffer))):
+            windows = each.sample(200, 5)
+            first = windows["observation"][:, :1, 0]
+            assert torch.equal(windows["observation"][..., 0], first + torch.arange(5.0))
+            assert torch.equal(windows["next", "observation"][..., 0], first + torch.arange(1.0, 6))
+            assert first.min() >= 2 * OBSERVATIONS + 200
 
     def test_the_states_behind_last_rows_grow_with_their_number(self, tmp_path: Path) -> None:
         buffer = ReplayBuffer(300, tmp_path / "rows", seed=0)
@@ -489,6 +611,42 @@ class TestOnDisk:
                 ReplayBuffer(5, tmp_path / "others").extend(many[:2])
         buffer.extend(many)
         assert len(first_observations(buffer.sample(5000))) == 92
+
+    def test_a_buffer_that_does_not_fit_leaves_no_file_and_can_be_filled_later(
+        self, tmp_path: Path
+    ) -> None:
+        buffer = ReplayBuffer(10_000, tmp_path, seed=0)
+        rows = piece(0, 0, zeros(3), "")
+        with (
+            files_of_at_most(100_000),
+            pytest.raises(ReplayError, match=r"cannot reserve 0\.\d+ GB"),
+        ):
+            buffer.extend(rows)
+        assert not list(tmp_path.iterdir())
+        buffer.extend(rows)
+        assert first_observations(buffer.sample(50)) == {0, 1, 2}
+
+    def test_a_buffer_whose_second_file_does_not_fit_leaves_none_either(
+        self, tmp_path: Path
+    ) -> None:
+        buffer = ReplayBuffer(
+            2, tmp_path, seed=0
+        )  # two rows are smaller than 64 states behind some
+        with files_of_at_most(300), pytest.raises(ReplayError, match="cannot reserve"):
+            buffer.extend(piece(0, 0, zeros(2), ""))
+        assert not list(tmp_path.iterdir())
+        buffer.extend(piece(0, 0, zeros(2), ""))
+        assert len(list(tmp_path.iterdir())) == 2
+
+    def test_a_full_disk_leaves_files_as_long_as_they_were(self, tmp_path: Path) -> None:
+        buffer = filled(piece(0, 0, zeros(3), ""), storage=tmp_path / "rows", capacity=500)
+        lengths = {path: path.stat().st_size for path in (tmp_path / "rows").iterdir()}
+        many = [piece(number, 0, zeros(1), "") for number in range(1, 400)]
+        with files_of_at_most(min(lengths.values()) + 100), pytest.raises(ReplayError):
+            buffer.extend(many)
+        assert {path: path.stat().st_size for path in (tmp_path / "rows").iterdir()} == lengths
+        buffer.extend(many)
+        assert len(buffer) == 402
 
 
 class TestSaving:
@@ -542,12 +700,31 @@ class TestSaving:
         assert ReplayBuffer.load(tmp_path / "saved").num_added == buffer.num_added - 2
         assert [path.name for path in tmp_path.iterdir()] == ["saved"]
 
+    @pytest.mark.parametrize("nbytes", [100, 2000, 9000])
+    def test_a_disk_that_is_full_while_saving_leaves_what_was_saved_before(
+        self, tmp_path: Path, nbytes: int
+    ) -> None:
+        buffer = filled(piece(0, 0, zeros(200), ""), capacity=300)
+        buffer.save(tmp_path / "saved")
+        buffer.extend(piece(20, 0, zeros(2), ""))
+        with (
+            files_of_at_most(nbytes),
+            pytest.raises(ReplayError, match="cannot save the ReplayBuffer at"),
+        ):
+            buffer.save(tmp_path / "saved")
+        assert ReplayBuffer.load(tmp_path / "saved").num_added == buffer.num_added - 2
+        assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+        buffer.save(tmp_path / "saved")
+        assert ReplayBuffer.load(tmp_path / "saved").num_added == buffer.num_added
+
     def test_nothing_else_is_replaced(self, buffer: ReplayBuffer, tmp_path: Path) -> None:
         (tmp_path / "file").touch()
         with pytest.raises(ReplayError, match="must be new, or hold a saved ReplayBuffer"):
             buffer.save(tmp_path)
 
-    @pytest.mark.parametrize("name", ["buffer.json", "records.bin", "side.bin", "links.npz"])
+    @pytest.mark.parametrize(
+        "name", ["buffer.json", "records.bin", "side.bin", "links.npz", "weights.npy"]
+    )
     @pytest.mark.parametrize("how", ["gone", "truncated"])
     def test_a_damaged_save_is_a_clear_error(
         self, buffer: ReplayBuffer, tmp_path: Path, name: str, how: str

@@ -81,12 +81,20 @@ def test_defaults_are_those_of_the_documentation() -> None:
         "learning_rate": 1e-3,
         "clip_grad_norm": None,
         "accelerator": "auto",
+        "devices": 1,
+        "num_nodes": 1,
+        "strategy": "auto",
+        "precision": "32-true",
+        "compile": False,
+        "accumulate_grad_batches": 1,
         "seed": None,
         "log_interval": 1,
         "eval_interval": None,
         "num_eval_episodes": 10,
         "checkpoint_interval": 1,
         "clip_interval": None,
+        "keep_checkpoints": None,
+        "target_return": None,
         "checkpoint_replay": True,
     }
 
@@ -257,7 +265,7 @@ def test_an_environment_that_cannot_be_filmed_is_refused_before_anything_starts(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has the accelerator")
 def test_an_accelerator_that_is_not_there_is_refused_by_name() -> None:
     trainer = Trainer(TrainerConfig(accelerator="cuda"))
-    rule = "`accelerator` must be one that this machine has, got 'cuda'"
+    rule = "must be such as this machine has, got 'cuda', 1 and '32-true'"
     with pytest.raises(ConfigurationError, match=re.escape(rule)):
         trainer.train(make_task(), nn.Linear(3, 2))
 

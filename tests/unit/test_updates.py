@@ -18,6 +18,8 @@ from gymtask.environment import Environment
 from gymtask.errors import ConfigurationError, HookError
 from gymtask.task import ReinforcementLearningTask, State
 from gymtask.testing import ScriptedEnv
+from gymtask.training.config import TrainerConfig
+from gymtask.training.ranks import Ranks
 from gymtask.training.updates import Updater
 
 
@@ -72,7 +74,8 @@ class Task(ReinforcementLearningTask):
 
 
 def make_updater(task: Task, model: Two, clip_grad_norm: float | None = None) -> Updater:
-    return Updater(Fabric(accelerator="cpu", devices=1), task, model, 0.1, clip_grad_norm)
+    config = TrainerConfig(learning_rate=0.1, clip_grad_norm=clip_grad_norm)
+    return Updater(Fabric(accelerator="cpu", devices=1), Ranks(), task, model, config)
 
 
 def sgd(model: Two) -> SGD:
@@ -85,7 +88,7 @@ def actor_and_critic(model: Two) -> dict[str, Optimizer]:
 
 def test_one_optimizer_follows_the_gradient_of_the_loss() -> None:
     model = Two()
-    values = make_updater(Task(lambda m: m.a * m.b, sgd), model).update(None, State())
+    values = make_updater(Task(lambda m: m.a * m.b, sgd), model).update([None], State())
     assert (model.a.item(), model.b.item()) == (2.0 - 3.0, 3.0 - 2.0)
     assert values["loss"].item() == 6.0
     assert values["grad_norm"].item() == pytest.approx(13**0.5)
@@ -96,14 +99,14 @@ def test_gradients_do_not_pile_up_over_updates() -> None:
     model = Two()
     updater = make_updater(Task(lambda m: m.a + m.b, sgd), model)
     for _ in range(3):
-        updater.update(None, State())
+        updater.update([None], State())
     assert (model.a.item(), model.b.item()) == (-1.0, 0.0)
 
 
 def test_a_dict_of_losses_with_one_optimizer_is_summed() -> None:
     model = Two()
     task = Task(lambda m: {"policy": 1 * m.a, "value": 2 * m.b + m.a}, sgd)
-    values = make_updater(task, model).update(None, State())
+    values = make_updater(task, model).update([None], State())
     assert (model.a.item(), model.b.item()) == (2.0 - 2.0, 3.0 - 2.0)
     assert {name: value.item() for name, value in values.items() if "loss" in name} == {
         "loss": 10.0,
@@ -119,7 +122,7 @@ def test_each_of_several_losses_trains_the_parameters_of_its_own_optimizer_only(
         shared = m.a * m.b  # one forward for both
         return {"critic": 10 * shared, "actor": shared}
 
-    values = make_updater(Task(losses, actor_and_critic), model).update(None, State())
+    values = make_updater(Task(losses, actor_and_critic), model).update([None], State())
     assert model.a.item() == 2.0 - 1.0 * 3.0
     assert model.b.item() == 3.0 - 0.5 * 10 * 2.0
     assert values["grad_norm/actor"].item() == 3.0
@@ -133,14 +136,14 @@ def test_several_optimizers_step_after_all_gradients_are_known() -> None:
     def losses(m: Two) -> dict[str, Tensor]:
         return {"actor": m.a * m.b.detach(), "critic": m.b * m.a.detach()}
 
-    make_updater(Task(losses, actor_and_critic), model).update(None, State())
+    make_updater(Task(losses, actor_and_critic), model).update([None], State())
     assert (model.a.item(), model.b.item()) == (2.0 - 3.0, 3.0 - 0.5 * 2.0)
 
 
 def test_gradients_are_clipped_by_norm_and_the_norm_before_is_told() -> None:
     model = Two()
     task = Task(lambda m: 30 * m.a + 40 * m.b, sgd)
-    values = make_updater(task, model, clip_grad_norm=5.0).update(None, State())
+    values = make_updater(task, model, clip_grad_norm=5.0).update([None], State())
     assert values["grad_norm"].item() == pytest.approx(50.0)
     assert model.a.item() == pytest.approx(2.0 - 3.0, abs=1e-5)
     assert model.b.item() == pytest.approx(3.0 - 4.0, abs=1e-5)
@@ -149,7 +152,7 @@ def test_gradients_are_clipped_by_norm_and_the_norm_before_is_told() -> None:
 def test_gradients_of_each_optimizer_are_clipped_by_themselves() -> None:
     model = Two()
     task = Task(lambda m: {"actor": 100 * m.a, "critic": 0.5 * m.b}, actor_and_critic)
-    make_updater(task, model, clip_grad_norm=1.0).update(None, State())
+    make_updater(task, model, clip_grad_norm=1.0).update([None], State())
     assert model.a.item() == pytest.approx(2.0 - 1.0, abs=1e-5)
     assert model.b.item() == pytest.approx(3.0 - 0.5 * 0.5, abs=1e-5)
 
@@ -173,7 +176,7 @@ def test_schedules_step_after_each_update_and_rates_are_told() -> None:
     task = Task(lambda m: {"actor": m.a, "critic": m.b}, actor_and_critic, halve)
     updater = make_updater(task, Two())
     for _ in range(3):
-        updater.update(None, State())
+        updater.update([None], State())
     assert updater.learning_rates() == {
         "learning_rate/actor": 1.0 / 8,
         "learning_rate/critic": 0.5 / 8,
@@ -184,7 +187,7 @@ def test_marked_methods_can_be_called_on_the_wrapped_model() -> None:
     task = Task(lambda m: m.halved(m.a), sgd)
     task.forward_methods = ["halved"]  # type: ignore[misc]
     model = Two()
-    make_updater(task, model).update(None, State())
+    make_updater(task, model).update([None], State())
     assert model.a.item() == 1.5
 
 
@@ -214,7 +217,7 @@ def test_a_model_with_nothing_to_train_is_refused() -> None:
 )
 def test_a_loss_that_cannot_be_minimised_is_refused(loss: Any, message: str) -> None:
     with pytest.raises(HookError, match=re.escape(message)):
-        make_updater(Task(loss), Two()).update(None, State())
+        make_updater(Task(loss), Two()).update([None], State())
 
 
 @pytest.mark.parametrize(
@@ -229,7 +232,7 @@ def test_losses_that_do_not_match_several_optimizers_are_refused(loss: Any, got:
     updater = make_updater(Task(loss, actor_and_critic), Two())
     rule = "`compute_loss` must return one loss for each optimizer, ['actor', 'critic'], got "
     with pytest.raises(HookError, match=re.escape(rule + got)):
-        updater.update(None, State())
+        updater.update([None], State())
 
 
 @pytest.mark.parametrize(
@@ -257,3 +260,27 @@ def test_what_is_no_schedule_is_refused() -> None:
     task = Task(lambda m: m.a, sgd, lambda _: [0.1])
     with pytest.raises(HookError, match=r"`get_lr_schedulers` must return .*step.*got 0.1"):
         make_updater(task, Two())
+
+
+def test_accumulated_batches_give_the_mean_of_their_gradients() -> None:
+    model = Two()
+    task = Task(lambda m: m.a * next(factors), sgd)
+    factors = iter([2.0, 4.0])
+    values = make_updater(task, model).update([None, None], State())
+    # d(a · f) / da is f; their mean is 3, and the rate 1.
+    assert float(model.a.detach()) == pytest.approx(2.0 - 3.0)
+    assert (float(values["loss"]), float(values["grad_norm"])) == pytest.approx((6.0, 3.0))
+
+
+def test_accumulated_batches_train_several_optimizers_too() -> None:
+    model = Two()
+    factors = iter([2.0, 4.0])
+
+    def losses(m: Any) -> dict[str, Tensor]:
+        factor = next(factors)
+        return {"actor": m.a * factor, "critic": m.b * m.a * factor}
+
+    values = make_updater(Task(losses, actor_and_critic), model).update([None, None], State())
+    assert set(values) >= {"loss/actor", "loss/critic", "grad_norm/actor", "grad_norm/critic"}
+    assert float(values["grad_norm/actor"]) == pytest.approx(3.0)  # of the actor's loss alone
+    assert float(values["grad_norm/critic"]) == pytest.approx(6.0)

@@ -1,0 +1,213 @@
+"""`gymtask.load`, which checkpoints stay, and stopping at a target return."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gymtask
+from gymtask.errors import CheckpointError, ConfigurationError
+from gymtask.training.checkpoint import list_checkpoints, load_checkpoint
+from tests.integration.training_tasks import (
+    CartPole,
+    ScriptedTask,
+    linear,
+    make_config,
+    make_trainer,
+    network,
+    parameters,
+)
+
+
+@dataclass
+class Config(gymtask.ReinforcementLearningTaskConfig):
+    name: str = "loaded"
+    width: int = 3
+    sizes: tuple[int, ...] = (1, 2)
+
+
+class Loaded(ScriptedTask):
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.register_buffer("target", torch.zeros(config.width))
+
+    def get_model(self) -> nn.Module:
+        return linear(7)
+
+    def on_epoch_end(self, model: nn.Module, state: gymtask.State) -> None:
+        self.target += 1.5  # type: ignore[operator]
+
+
+def loaded_config(**fields: Any) -> Config:
+    environment = gymtask.EnvironmentConfig(num_env_workers=0, num_envs=2)
+    dataset = gymtask.DatasetConfig(num_update_steps=2)
+    return Config(environment=environment, dataset=dataset, **{"max_epochs": 2, **fields})
+
+
+# ---- load --------------------------------------------------------------------------------------
+
+
+def test_task_and_model_come_back_with_all_that_they_held(tmp_path: Path) -> None:
+    model = linear(1)
+    task = Loaded(loaded_config(width=5, sizes=(4,)))
+    state = make_trainer(tmp_path).train(task, model)
+    again, network_again = gymtask.load(tmp_path)
+    assert isinstance(again, Loaded)
+    assert again.config == task.config
+    assert replace(again.state, elapsed_time=state.elapsed_time) == state
+    assert again.target.tolist() == [3.0] * 5  # type: ignore[union-attr, operator]
+    assert parameters(network_again) == parameters(model)
+
+
+def test_a_saved_run_is_evaluated_in_a_fresh_process(tmp_path: Path) -> None:
+    make_trainer(tmp_path).train(Loaded(loaded_config()), linear(1))
+    code = (
+        "import gymtask, sys\n"
+        "task, model = gymtask.load(sys.argv[1])\n"
+        "print([e.length for e in gymtask.evaluate(task, model, num_episodes=3)])\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert found.stdout.strip() == "[4, 4, 4]"
+
+
+def test_what_is_given_is_filled_instead_of_made(tmp_path: Path) -> None:
+    trained = network(0)
+    make_trainer(tmp_path, 40).train(CartPole(make_config(max_epochs=1)), trained)
+    task, model = CartPole(make_config(name="task")), network(9)
+    assert gymtask.load(tmp_path, task=task, model=model) == (task, model)
+    assert parameters(model) == parameters(trained)
+    assert task.state.num_samples == 40
+
+
+def test_a_task_without_get_model_asks_for_the_model(tmp_path: Path) -> None:
+    make_trainer(tmp_path, 40).train(CartPole(make_config(max_epochs=1)), network(0))
+    with pytest.raises(CheckpointError, match=r"define get_model\(\) in CartPole, or pass model="):
+        gymtask.load(tmp_path, task=CartPole(make_config()))
+
+
+def test_a_class_that_cannot_be_imported_asks_for_the_task(tmp_path: Path) -> None:
+    class Local(ScriptedTask):
+        pass
+
+    make_trainer(tmp_path).train(Local(make_config(max_epochs=1)), linear())
+    with pytest.raises(CheckpointError, match=r"cannot import `.*Local` .*; pass task=\.\.\."):
+        gymtask.load(tmp_path)
+
+
+def test_another_model_is_refused_by_shape(tmp_path: Path) -> None:
+    make_trainer(tmp_path).train(Loaded(loaded_config()), linear())
+    with pytest.raises(CheckpointError, match=r"model\['weight'\] is of shape \(2, 3\)"):
+        gymtask.load(tmp_path, model=nn.Linear(4, 2))
+    with pytest.raises(CheckpointError, match=r"task\['target'\] is of shape \(3,\)"):
+        gymtask.load(tmp_path, task=Loaded(loaded_config(width=2)))
+
+
+def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="must be a checkpoint folder"):
+        gymtask.load(tmp_path)
+
+
+# ---- which checkpoints stay --------------------------------------------------------------------
+
+
+LENGTH = [1]
+
+
+def make_scripted() -> Any:
+    return gymtask.testing.ScriptedEnv(LENGTH[0])
+
+
+class ByLength(ScriptedTask):
+    """Evaluation k plays episodes of `lengths[k]` steps, whose return is 1 + 2 + ... of them."""
+
+    lengths = (2, 5, 3, 4)
+
+    def get_environment(self) -> gymtask.Environment:
+        return gymtask.Environment(make_scripted)
+
+    def on_epoch_end(self, model: nn.Module, state: gymtask.State) -> None:
+        LENGTH[0] = self.lengths[state.num_epochs - 1]
+
+
+def names(run_dir: Path) -> list[int]:
+    return [
+        load_checkpoint(folder)[0]["state"]["num_epochs"] for folder in list_checkpoints(run_dir)
+    ]
+
+
+def best(run_dir: Path) -> int:
+    state = load_checkpoint(run_dir / "checkpoints" / "best")[0]["state"]
+    return int(state["num_epochs"])
+
+
+def test_the_newest_and_the_best_checkpoints_stay(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, keep_checkpoints=1, eval_interval=1, num_eval_episodes=2)
+    trainer.train(ByLength(make_config(max_epochs=4)), linear())
+    assert names(tmp_path) == [2, 4]
+    assert best(tmp_path) == 2
+    assert not list(tmp_path.rglob(".tmp-*"))
+
+
+def test_all_checkpoints_stay_by_default_and_training_returns_tell_the_best(tmp_path: Path) -> None:
+    make_trainer(tmp_path, 40).train(CartPole(make_config(max_epochs=4)), network(0))
+    assert names(tmp_path) == [1, 2, 3, 4]
+    states = [load_checkpoint(folder)[0] for folder in list_checkpoints(tmp_path)]
+    means = [sum(s["recent_returns"]) / max(1, len(s["recent_returns"])) for s in states]
+    assert best(tmp_path) == 1 + means.index(max(means))
+
+
+def test_a_resumed_run_knows_the_best_of_the_part_that_it_goes_on_from(tmp_path: Path) -> None:
+    fields: dict[str, Any] = {"eval_interval": 1, "num_eval_episodes": 2}
+    make_trainer(tmp_path, **fields).train(ByLength(make_config(max_epochs=4)), linear())
+    first = list_checkpoints(tmp_path)[0]
+    trainer = make_trainer(None, keep_checkpoints=1, **fields)
+
+    class Shorter(ByLength):
+        lengths = (9, 1, 1, 1)
+
+    trainer.train(Shorter(make_config(max_epochs=3)), linear(), resume=first)
+    assert best(tmp_path) == 1  # not 2, which is superseded
+    assert names(tmp_path) == [1, 3]
+
+
+@pytest.mark.parametrize("file", ["state.pt", "rank-0.pt"])
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
+    tmp_path: Path, file: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_trainer(tmp_path).train(Loaded(loaded_config(max_epochs=3)), linear(1))
+    newest = list_checkpoints(tmp_path)[-1] / file
+    newest.write_bytes(newest.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match="cannot read"):
+        gymtask.load(newest.parent)  # asked for by name
+    task, _ = gymtask.load(tmp_path)
+    assert task.state.num_epochs == 2
+    assert f"{newest} is damaged" in caplog.text
+    state = make_trainer(None).train(Loaded(loaded_config(max_epochs=3)), linear(), resume=tmp_path)
+    assert state.num_samples == 30
+
+
+# ---- the target --------------------------------------------------------------------------------
+
+
+def test_a_run_stops_at_the_target_return(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, eval_interval=1, num_eval_episodes=2, target_return=15.0)
+    state = trainer.train(ByLength(make_config(max_epochs=9)), linear())
+    assert trainer.stopped_by == "target_return"
+    assert state.num_epochs == 2  # the episodes of 5 steps: 1 + 2 + 3 + 4 + 5
+
+
+def test_a_target_needs_evaluations() -> None:
+    with pytest.raises(ConfigurationError, match="`eval_interval` must be set with target_return"):
+        make_trainer(None, target_return=3.0)
+    with pytest.raises(ConfigurationError, match="`target_return` must be a number or None"):
+        make_trainer(None, target_return="much", eval_interval=1)
+    with pytest.raises(ConfigurationError, match="`keep_checkpoints` must be an integer of at"):
+        make_trainer(None, keep_checkpoints=0)
