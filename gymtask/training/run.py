@@ -159,7 +159,8 @@ class Run:
         for log in self._loggers:
             self._stack.callback(log.finalize, "finished")
         for log in self._given_loggers:
-            log.log_hyperparams(plain)
+            with suppress(NotImplementedError):  # Fabric's CSVLogger takes none
+                log.log_hyperparams(plain)
 
     def train(self) -> str:
         """Runs epochs until there is a reason to stop, saves, and returns the reason."""
