@@ -1,17 +1,13 @@
 """Proximal policy optimisation (Schulman et al. 2017, arXiv:1707.06347), in one file.
 
-    python examples/ppo.py --env-id HalfCheetah-v5
-
 Without arguments it trains CartPole-v1, evaluates the trained policy over 100 episodes, films one
 and says where everything went; --help lists all settings. Any id with a Discrete or Box action
-space will do. [n] marks core detail n, [c n] one for continuous actions, of Huang et al., "The 37
-implementation details of proximal policy optimization" (ICLR blog track, 2022), on CleanRL's code;
-their normalisation of observations and rewards [c 6 to c 9] is not here.
+space will do (--env-id HalfCheetah-v5). [n] marks core detail n, [c n] one for continuous actions,
+of Huang et al., "The 37 implementation details of proximal policy optimization" (ICLR blog, 2022).
 """
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,8 +19,7 @@ import tyro
 from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.distributions import Categorical, Distribution, Independent, Normal
-from torch.optim import Adam, Optimizer
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim import Adam, Optimizer, lr_scheduler
 
 import gymtask
 
@@ -48,6 +43,8 @@ class PPOConfig(gymtask.ReinforcementLearningTaskConfig):
     learning_rate: float = 1e-3  # Of Adam, at the start; the trainer's has no part here.
     anneal: bool = True  # Whether the learning rate falls to 0 over `max_samples`.
     hidden: int = 64  # Units of each of the two hidden layers.
+    normalize_observation: bool = True  # [c 6, c 7] If actions and observations are float Boxes.
+    normalize_reward: bool = True  # [c 8, c 9] Under the same condition.
     # [1] Eight environments; actions outside a Box are clipped for the environment alone [c 5].
     environment: gymtask.EnvironmentConfig = field(
         default_factory=lambda: gymtask.EnvironmentConfig(
@@ -81,9 +78,8 @@ class Arguments:
 
 def network(inputs: int, hidden: int, outputs: int, last_std: float) -> nn.Sequential:
     """Two tanh layers and a linear one; [2] orthogonal weights, and biases of 0."""
-    sizes = [(inputs, hidden, 2**0.5), (hidden, hidden, 2**0.5), (hidden, outputs, last_std)]
-    layers = [nn.Linear(size, width) for size, width, _ in sizes]
-    for linear, (_, _, std) in zip(layers, sizes, strict=True):
+    layers = [nn.Linear(inputs, hidden), nn.Linear(hidden, hidden), nn.Linear(hidden, outputs)]
+    for linear, std in zip(layers, (2**0.5, 2**0.5, last_std), strict=True):
         nn.init.orthogonal_(linear.weight, std)
         nn.init.zeros_(linear.bias)
     return nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2])
@@ -97,9 +93,8 @@ def features(space: Space, value: Any) -> Tensor:
     if isinstance(space, gym.spaces.Discrete):
         return nn.functional.one_hot(value - int(space.start), int(space.n)).float()
     if isinstance(space, gym.spaces.MultiDiscrete):
-        start = torch.as_tensor(space.start, device=value.device)
-        columns = (value - start).flatten(-space.nvec.ndim).long().unbind(-1)
-        sizes = zip(columns, space.nvec.flat, strict=True)
+        columns = (value - value.new_tensor(space.start)).long().flatten(-space.nvec.ndim)
+        sizes = zip(columns.unbind(-1), space.nvec.flat, strict=True)
         return torch.cat([nn.functional.one_hot(each, int(n)) for each, n in sizes], -1).float()
     flat: Tensor = value.reshape(*value.shape[: value.ndim - len(space.shape or ())], -1).float()
     return flat / 255 if value.dtype == torch.uint8 else flat
@@ -112,9 +107,8 @@ class ActorCritic(nn.Module):
         super().__init__()
         if not isinstance(action_space, (gym.spaces.Discrete, gym.spaces.Box)):
             raise ValueError(f"the action space must be Discrete or a Box, got {action_space}")
-        self.space = observation_space
+        self.space, self.action_shape = observation_space, action_space.shape or ()
         self.discrete = isinstance(action_space, gym.spaces.Discrete)
-        self.action_shape = action_space.shape or ()
         inputs, outputs = gym.spaces.flatdim(observation_space), gym.spaces.flatdim(action_space)
         self.actor = network(inputs, hidden, outputs, last_std=0.01)
         self.critic = network(inputs, hidden, 1, last_std=1.0)
@@ -127,11 +121,9 @@ class ActorCritic(nn.Module):
         return output if self.discrete else output.unflatten(-1, self.action_shape)
 
     def value(self, observation: Any) -> Tensor:
-        """Value of a state, [...]."""
         return self.critic(features(self.space, observation)).squeeze(-1)
 
     def distribution(self, output: Tensor) -> Distribution:
-        """The distribution of actions for what `policy` gave."""
         if self.discrete:
             return Categorical(logits=output, validate_args=False)
         normal = Normal(output, self.log_std.exp(), validate_args=False)  # [c 1]
@@ -146,57 +138,66 @@ class PPO(gymtask.ReinforcementLearningTask[PPOConfig, ActorCritic]):
 
     batch_keys = ("observation", "action", "log_prob", "advantage", "value_target", "state_value")
 
+    def __init__(self, config: PPOConfig) -> None:
+        super().__init__(config)
+        environment, num_envs = self.get_environment_cached(), config.environment.total_envs
+        self.spaces = environment.observation_space, environment.action_space
+        boxes = all(isinstance(s, gym.spaces.Box) and s.dtype.kind == "f" for s in self.spaces)
+        self.normalize_observation = self.normalize_reward = nn.Identity()
+        if boxes and config.normalize_observation:
+            self.normalize_observation = gymtask.ObservationNormalizer(self.spaces[0])
+        if boxes and config.normalize_reward:
+            self.normalize_reward = gymtask.RewardNormalizer(num_envs, gamma=config.gamma)
+
     def get_environment(self) -> gymtask.Environment:
         return gymtask.Environment(self.config.env_id)
 
     def get_model(self) -> ActorCritic:
-        spaces = self.get_environment_cached()
-        return ActorCritic(spaces.observation_space, spaces.action_space, self.config.hidden)
+        return ActorCritic(*self.spaces, self.config.hidden)
 
     def get_optimizers(self, model: ActorCritic) -> Optimizer:
         trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
         return Adam(trained, lr=self.config.learning_rate, eps=1e-5)  # [3]
 
-    def get_lr_schedulers(self, optimizers: Mapping[str, Optimizer]) -> Sequence[LambdaLR]:
-        annealed = optimizers.values() if self.config.anneal and self.config.max_samples else ()
-        return [LambdaLR(optimizer, self._rate) for optimizer in annealed]
+    def get_lr_schedulers(self, optimizers: Mapping[str, Optimizer]) -> Sequence[Any]:
+        def rate(_: int) -> float:  # [4] falls linearly, by what was collected before this epoch
+            return max(0.0, 1.0 - (self.state.num_samples - self.state.num_epoch_samples) / limit)
 
-    def _rate(self, _: int) -> float:
-        """[4] Falls linearly, by the transitions collected before this epoch."""
-        before = self.state.num_samples - self.state.num_epoch_samples
-        return max(0.0, 1.0 - before / (self.config.max_samples or 1))
+        limit = self.config.max_samples if self.config.anneal else None
+        return [lr_scheduler.LambdaLR(each, rate) for each in optimizers.values() if limit]
 
     def get_actions(self, model: ActorCritic, states: TensorDict, optimal: bool) -> Tensor:
-        output = model.policy(states["observation"])
+        output = model.policy(self.normalize_observation(states["observation"]))
         if model.discrete:
             return output.argmax(-1) if optimal else gymtask.sampling.categorical(output, states)
         return output if optimal else gymtask.sampling.gaussian(output, model.log_std.exp(), states)
 
     def get_values(self, model: ActorCritic, states: TensorDict) -> Tensor:
-        # One pass over all rows, also for the log-probabilities below: computed step by step they
-        # would cost more than the environment. Each piece has one state more than it has rows.
-        self.old_policy = model.distribution, model.policy(states["observation"])
-        return model.value(states["observation"])
+        # All at once, as it would cost more step by step; a piece has one state more than rows.
+        seen = self.normalize_observation(states["observation"])
+        self.old_policy = model.distribution, model.policy(seen)
+        return model.value(seen)
 
+    @torch.no_grad()
     def postprocess_trajectories(self, trajectories: list[TensorDict]) -> list[TensorDict]:
-        """Log-probabilities, and [5] advantages and value targets, once for the collection."""
-        lengths = [len(trajectory) for trajectory in trajectories]
-        rows, end = torch.cat(trajectories), torch.zeros(sum(lengths), dtype=torch.bool)
-        end[torch.tensor(lengths).cumsum(0) - 1] = True
+        rows, lengths = torch.cat(trajectories), [len(each) for each in trajectories]
         distribution, output = self.old_policy
-        parts = output.split([length + 1 for length in lengths])
-        with torch.no_grad():
-            old = distribution(torch.cat([part[:-1] for part in parts]))
-            rows["log_prob"] = old.log_prob(rows["action"].to(output.device)).cpu()
-        rows["advantage"], rows["value_target"] = gymtask.generalized_advantage_estimate(
-            rows["next", "reward"],
+        old = distribution(torch.cat([p[:-1] for p in output.split([n + 1 for n in lengths])]))
+        rows["log_prob"] = old.log_prob(rows["action"].to(output.device)).cpu()
+        # The new policy is to see what the old one saw, by statistics without this collection.
+        rows["observation"] = self.normalize_observation(rows["observation"])
+        for each in (self.normalize_observation, self.normalize_reward):
+            if not isinstance(each, nn.Identity):
+                each.update(trajectories)
+        rows["advantage"], rows["value_target"] = gymtask.generalized_advantage_estimate(  # [5]
+            self.normalize_reward(rows["next", "reward"]),
             value=rows["state_value"],
             next_value=rows["next", "state_value"],  # of the final observation at a time limit
             terminated=rows["next", "terminated"],
             truncated=rows["next", "truncated"],
             gamma=self.config.gamma,
             gae_lambda=self.config.gae_lambda,
-            end=end,
+            end=torch.cat([torch.arange(n) == n - 1 for n in lengths]),
         )
         return list(rows.split(lengths))
 
@@ -213,13 +214,12 @@ class PPO(gymtask.ReinforcementLearningTask[PPOConfig, ActorCritic]):
             advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
         surrogate = torch.min(advantage * ratio, advantage * ratio.clamp(1 - clip, 1 + clip))  # [8]
         old, target = batch["state_value"], batch["value_target"]
-        value_loss = (value - target) ** 2
+        error = (value - target) ** 2
         if self.config.clip_value:  # [9]
-            clipped = old + (value - old).clamp(-clip, clip)
-            value_loss = torch.max(value_loss, (clipped - target) ** 2)
+            error = torch.max(error, (old + (value - old).clamp(-clip, clip) - target) ** 2)
         return {  # [10] one loss of all three
             "policy": -surrogate.mean(),
-            "value": self.config.value_coef * 0.5 * value_loss.mean(),
+            "value": self.config.value_coef * 0.5 * error.mean(),
             "entropy": -self.config.entropy_coef * distribution.entropy().mean(),
         }
 
@@ -239,7 +239,7 @@ def main() -> None:
         return  # --resume and the run directory go on
     for optimal in (True, False):  # in fresh environments, with seeds that were not trained on
         episodes = gymtask.evaluate(task, model, num_episodes=100, optimal=optimal)
-        mean = statistics.fmean(each.episode_return for each in episodes)
+        mean = sum(each.episode_return for each in episodes) / len(episodes)
         print(f"mean return over 100 episodes, {'greedy' if optimal else 'sampled'}: {mean:.1f}")
     if arguments.clip and trainer.run_dir is not None:
         task.sample_clip(save_path=trainer.run_dir / "clips" / "final.mp4", model=model)

@@ -128,7 +128,7 @@ def epsilon_greedy(
         random = _index_below(values.shape[-1], draws[:, 1])
     else:
         # The j-th of the allowed actions, from 0, stands where their count so far becomes j + 1.
-        so_far = mask.bool().cumsum(-1).contiguous()
+        so_far = mask.bool().cumsum(-1)
         place = _index_below(so_far[:, -1], draws[:, 1])
         random = torch.searchsorted(so_far, place.unsqueeze(-1) + 1).squeeze(-1)
     return torch.where(draws[:, 0] < epsilon, random, values.argmax(-1))

@@ -80,6 +80,11 @@ class Trainer:
     native mode, environments begin new episodes, whose seeds come from (env_seed, "resume",
     environment, number of resumes); a warning names them.
 
+    With `strategy="ddp"` the program is a script, which Fabric starts once for each device, or
+    torchrun. All processes call `train`; the first one evaluates, films, and writes logs and
+    state.pt. Hooks run in each of them. Gradients, also those of the task's own parameters, are
+    averaged over the processes before they are clipped.
+
     `train` seeds the global random generators of torch, numpy and Python. Training is repeatable
     from its seed, the model's first parameters apart: they are the caller's. In thread and process
     mode that takes `min_batch_size` at the number of environments: a network's output for a row

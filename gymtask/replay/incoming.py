@@ -47,11 +47,21 @@ class Incoming:
             self._kinds[path] = leaf.dtype, array.shape[1:]
         self.pieces: list[Piece] = []
         if lengths:
-            ids, steps, is_init = (self.values.get((name,)) for name in _PLACES)
+            ids, steps, is_init = (self._numbers(name, len(rows)) for name in _PLACES)
             done = self._done(len(rows))
             self._ends = _ends(lengths, done, ids, steps, is_init)
             self.pieces = _pieces(self._ends.nonzero()[0], done, ids, steps, is_init)
         self._joints = _joints(self.pieces)
+
+    def _numbers(self, name: str, count: int) -> Array | None:
+        """The numbers of rows under a key, [T]; None where it is not there."""
+        found = self.values.get((name,))
+        if found is not None and found.size != count:
+            raise ConfigurationError(
+                f"`{name}` of trajectories must be one number for each row, [T] or [T, 1], got"
+                f" {_describe(self._kinds[name,])}"
+            )
+        return None if found is None else found.reshape(count)
 
     def _done(self, count: int) -> Array:
         found: Array = np.zeros(count, bool)

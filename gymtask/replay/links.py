@@ -91,12 +91,13 @@ class Links:
     # ---- adding ----------------------------------------------------------------------------------
 
     def _places(self, number: int, count: int) -> slice | Array:
-        """Where so many rows lie from the one with this number on."""
+        """Where so many rows lie from the one with this number on.
+
+        That is a slice where it can be, which reads and writes faster than single places.
+        """
         start = number % self.capacity
         if start + count <= self.capacity:
-            return slice(
-                start, start + count
-            )  # which reads and writes faster than places one by one
+            return slice(start, start + count)
         return self._ring(start, count)
 
     def _ring(self, start: int, count: int) -> Array:
@@ -121,7 +122,7 @@ class Links:
             for row in ((oldest + last) % self.capacity).tolist() if self._open else ():
                 if key := self._opened_as.pop(row, None):
                     del self._open[key]
-        if self.is_even:  # all but the last evicted row lead to another one
+        if self.is_even:  # then rows stay of one chain at most, that of the last row
             self.first[chains[-1]] = places[-1] + 1
             if (row := following[-1]) < self.capacity:
                 self.predecessor[row] = NOBODY

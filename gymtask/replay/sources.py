@@ -97,7 +97,9 @@ class BufferSource(Source):
     ) -> None:
         self._buffer, self._clip_size, self._stride = buffer, clip_size, stride
         self._keys = batch_keys
-        self.all_windows()  # raises if there is none
+        # Raises if there is none. They are not listed: that takes long for a large buffer, and a
+        # source is made for each epoch.
+        buffer.draw(1, clip_size, stride, np.random.default_rng(0))
         if batch_keys is not None:
             buffer.check_keys(batch_keys)
 

@@ -100,7 +100,7 @@ def _allocate(nbytes: int, path: Path | None) -> Tensor:
     except OSError as error:
         _give_back(path, before)
         raise ReplayError(
-            f"cannot reserve {nbytes / 1e9:.3f} GB for {path} ({error.strerror}); free some space,"
+            f"cannot reserve {nbytes / 1e6:,.2f} MB for {path} ({error.strerror}); free some space,"
             " or choose a smaller `capacity` or another `storage`"
         ) from error
     block: Tensor = MemoryMappedTensor.from_filename(path, torch.uint8, torch.Size([nbytes]))

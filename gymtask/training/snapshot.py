@@ -95,6 +95,8 @@ class Snapshot:
             "environment": _describe(pool.workers[0].maker),
         }
         rank = {"rng": rng_state(), "pool": pool.state_dict(), "episodes": open_episodes(pool)}
+        if not self.ranks.is_first:  # its buffers may tell of environments of its own
+            rank["task"] = content["task"]
         files = {rank_file(self.ranks.rank): rank}
         if self.ranks.is_first:
             files[STATE_FILE] = content
@@ -164,6 +166,8 @@ class Snapshot:
         Open episodes are played again. Where that is not possible, environments begin new ones,
         with seeds that no other part of the run has.
         """
+        if "task" in saved:
+            self.task.load_state_dict(saved["task"])
         pool.load_state_dict(saved["pool"])
         env_seed = self.task.config.environment.env_seed
         seeds = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 
 import gymnasium as gym
@@ -39,23 +40,33 @@ def trajectories(rank: int, number: int) -> list[TensorDict]:
 
 def count(rank: int, folder: str) -> None:
     """What each process does."""
-    torch.set_num_threads(1)
     distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=NUM_RANKS
+        "gloo",
+        init_method=f"file://{folder}/store",
+        timeout=timedelta(seconds=120),  # where the other process fails
+        rank=rank,
+        world_size=NUM_RANKS,
     )
-    torch.manual_seed(rank)
-    observation = ObservationNormalizer(SPACE)
-    reward = RewardNormalizer(1, gamma=0.9)
-    for number in range(NUM_UPDATES):
-        observation.update(trajectories(rank, number))
-        reward.update(trajectories(rank, number))
+    try:
+        observation, reward = ObservationNormalizer(SPACE), RewardNormalizer(1, gamma=0.9)
+        for number in range(NUM_UPDATES):
+            observation.update(trajectories(rank, number))
+            reward.update(trajectories(rank, number))
+    finally:
+        distributed.destroy_process_group()
     both = {"observation": observation.state_dict(), "reward": reward.state_dict()}
     torch.save(both, f"{folder}/rank-{rank}.pt")
-    distributed.destroy_process_group()
 
 
 def test_statistics_are_those_of_all_rows_on_every_rank(tmp_path: Path) -> None:
-    multiprocessing.spawn(count, (str(tmp_path),), NUM_RANKS)
+    other = multiprocessing.get_context("spawn").Process(target=count, args=(1, str(tmp_path)))
+    other.start()
+    try:
+        count(0, str(tmp_path))  # a process less to start
+        other.join(60)
+        assert other.exitcode == 0
+    finally:
+        other.kill()
     found = [torch.load(tmp_path / f"rank-{rank}.pt") for rank in range(NUM_RANKS)]
     collected = [
         [each for number in range(NUM_UPDATES) for each in trajectories(rank, number)]

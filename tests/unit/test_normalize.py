@@ -253,3 +253,19 @@ def test_a_bad_observation_is_named_and_nothing_counted() -> None:
         ConfigurationError, match=re.escape("must have the shape [..., 2], got [2, 3]")
     ):
         ObservationNormalizer((2,))(torch.ones(2, 3))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_rows_on_the_cpu_meet_statistics_on_a_gpu() -> None:
+    rows = [piece(1, 2, 4, observation=torch.randn(3, 2))]
+    modules = [nn.ModuleList([ObservationNormalizer((2,)), RewardNormalizer(1)]) for _ in range(2)]
+    modules[1].cuda()
+    for observation, reward in modules:
+        observation.update(rows)  # type: ignore[operator]
+        reward.update(rows)  # type: ignore[operator]
+    values = torch.randn(5, 2)
+    for here, there in zip(*modules, strict=True):
+        assert there(values).device == values.device
+        assert there(values.cuda()).is_cuda
+        torch.testing.assert_close(there(values.cuda()).cpu(), here(values))

@@ -524,6 +524,16 @@ class TestRefused:
         assert buffer.num_added == 0
         assert set(filled(rows).sample(2)["next"].keys()) >= {"observation"}
 
+    @pytest.mark.parametrize("name", ["trajectory_id", "step", "is_init"])
+    def test_what_tells_where_a_row_is_must_be_one_number(self, name: str) -> None:
+        rows = piece(0, 0, zeros(4), "terminated")
+        alone = rows.clone()
+        alone[name] = alone[name].unsqueeze(-1)  # as TorchRL has them
+        assert first_observations(filled(alone).sample(50, 3)) == {0, 1}
+        rows[name] = torch.zeros(4, 2, dtype=rows[name].dtype)
+        with pytest.raises(ConfigurationError, match=f"`{name}` of .* one number for each row"):
+            filled(rows)
+
     @pytest.mark.parametrize(
         ("keys", "message"),
         [
@@ -619,7 +629,7 @@ class TestOnDisk:
         rows = piece(0, 0, zeros(3), "")
         with (
             files_of_at_most(100_000),
-            pytest.raises(ReplayError, match=r"cannot reserve 0\.\d+ GB"),
+            pytest.raises(ReplayError, match=r"cannot reserve 0\.\d+ MB"),
         ):
             buffer.extend(rows)
         assert not list(tmp_path.iterdir())
