@@ -80,14 +80,13 @@ class Reader:
             mask: bool [B, W]: which of them count; the others become 0, and "mask" tells.
             more: What else the batch is to hold, [B, W, ...].
         """
-        last, values = rows, dict[Path, Array]()
-        if consecutive and self._reading.n_step == 1 and rows.shape[1] > 1:
-            self._read_runs(rows, values)
-        else:
-            self._take(rows, values)
-            if self._reading.n_step > 1:
-                last = self._sum_rewards(rows, values)
-            self._add_states(last, values)
+        records = self._records.take(rows)
+        values: dict[Path, Array] = {field.path: records[field.name] for field in self._fields}
+        last = rows
+        if self._reading.n_step > 1:
+            last = self._sum_rewards(rows, values)
+        if self._linked:
+            self._add_states(records, rows, last, values, consecutive and last is rows)
         if self._reading.frame_stack is not None:
             self._stack_observations(rows, last, values)
         if mask is not None:
@@ -101,61 +100,18 @@ class Reader:
                 tensors[path] = tensors[path].view(dtype)
         return nested(tensors, rows.shape)
 
-    def _take(self, rows: Array, values: dict[Path, Array]) -> None:
-        """Adds what the rows themselves hold."""
-        records = self._records.take(rows)
-        values.update({field.path: records[field.name] for field in self._fields})
-
-    # ---- runs of rows that follow each other -----------------------------------------------------
-
-    def _read_runs(self, rows: Array, values: dict[Path, Array]) -> None:
-        """Adds what windows [B, W] hold, each of whose rows is the successor of the one before.
-
-        So the state that a row leads to is that of the next record in the window. One record more
-        is read, for the last row:
-
-            row        | 4 | 5 | 6 | 7 |
-            records    |   observation |     of rows 4 to 6
-                           | next observ.  |
-        """
-        after = self._links.successor.take(rows[:, -1])
-        ended = (after >= self._links.capacity).nonzero()[0]
-        slots = after[ended] - self._links.capacity
-        after[ended] = 0  # any row: another state is written over what it holds
-        width = rows.shape[1]
-        records = self._adjacent(rows[:, 0], width + 1) if self._links.is_even else None
-        if records is None:
-            records = self._records.take(np.concatenate([rows, after[:, None]], axis=1))
-        values.update({field.path: records[field.name][:, :width] for field in self._fields})
-        for field in self._linked:
-            following = records[field.name][:, 1:].copy()
-            following[ended, -1] = self._side[field.name][slots]
-            values["next", *field.path] = following
-
-    def _adjacent(self, starts: Array, count: int) -> Array | None:
-        """The `count` records from each of these rows on, [B, count]; None if the ring ends before.
-
-        This is one copy for each. They are the elements of an array whose element r begins where
-        record r does, and ends where record r + count begins:
-
-            record     | 0 | 1 | 2 | 3 | 4 | ...
-            element 0  |-----------|            with 3 as count
-            element 1      |-----------|
-        """
-        last = self._links.capacity - count
-        if starts.max() > last:
-            return None
-        size = self._records.itemsize
-        elements: Array = np.ndarray(last + 1, f"V{count * size}", self._records, 0, (size,))
-        return elements[starts].view(self._records.dtype).reshape(len(starts), count)
-
     # ---- states ----------------------------------------------------------------------------------
 
-    def _add_states(self, rows: Array, values: dict[Path, Array]) -> None:
-        """Adds the states that the rows [B, W] lead to."""
-        if self._linked:
-            following = self.states_after(rows)
-            values.update({("next", *each.path): following[each.name] for each in self._linked})
+    def _add_states(
+        self, records: Array, rows: Array, last: Array, values: dict[Path, Array], consecutive: bool
+    ) -> None:
+        """Adds the states that the rows `last` lead to."""
+        following = self.states_after(last[:, -1:] if consecutive else last)
+        for field in self._linked:
+            path: Path = ("next", *field.path)
+            values[path] = following[field.name]
+            if consecutive and rows.shape[1] > 1:
+                values[path] = np.concatenate([records[field.name][:, 1:], values[path]], axis=1)
 
     def _stack_observations(self, rows: Array, last: Array, values: dict[Path, Array]) -> None:
         """Puts stacks of frames in the place of single ones."""
