@@ -58,6 +58,12 @@ class Ring:
             records.discard()
             raise
 
+    def discard(self) -> None:
+        """Gives the tables up, and deletes their files."""
+        for name in ("records", "side"):
+            if hasattr(self, name):
+                getattr(self, name).discard()
+
     def _table(self, num_rows: int, layout: RecordLayout) -> Records:
         path = None
         if self.folder is not None:

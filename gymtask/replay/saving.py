@@ -85,7 +85,7 @@ def _whole_folder(path: Path) -> Iterator[Path]:
         _sync(path.parent)
     except OSError as error:
         raise ReplayError(
-            f"cannot save the ReplayBuffer at {path} ({error.strerror}); what was saved there"
+            f"cannot save the ReplayBuffer at {path} ({error.strerror or error}); what was saved there"
             " before is as it was"
         ) from error
     finally:
@@ -123,7 +123,11 @@ def load(kind: type[ReplayBuffer], path: Path, storage: str | os.PathLike[str]) 
         if settings["prioritized"] is not None:
             settings["prioritized"] = Prioritization(**settings["prioritized"])
         buffer = kind(storage=storage, **settings)
-        _fill(buffer, path, description, links)
+        try:
+            _fill(buffer, path, description, links)
+        except BaseException:
+            buffer._ring.discard()
+            raise
     return buffer
 
 

@@ -747,6 +747,9 @@ class TestSaving:
             file.write_bytes(file.read_bytes()[:-9])
         with pytest.raises(ReplayError, match=r"is damaged|is not there"):
             ReplayBuffer.load(tmp_path / "saved")
+        with pytest.raises(ReplayError, match=r"is damaged|is not there"):
+            ReplayBuffer.load(tmp_path / "saved", tmp_path / "rows")
+        assert not list((tmp_path / "rows").glob("*"))  # it can be tried again there
 
     def test_nothing_saved_is_a_clear_error(self, tmp_path: Path) -> None:
         with pytest.raises(ReplayError, match="no whole ReplayBuffer is saved at"):
