@@ -20,7 +20,7 @@ ConfigT = TypeVar(
     "ConfigT", bound=ReinforcementLearningTaskConfig, default=ReinforcementLearningTaskConfig
 )
 ModelT = TypeVar("ModelT", default=nn.Module)
-Loss: TypeAlias = "Tensor | dict[str, Tensor]"
+Loss: TypeAlias = "Tensor | dict[str, Tensor] | dict[str, Tensor | None]"
 Key: TypeAlias = "str | tuple[str, ...]"
 
 
@@ -89,7 +89,13 @@ class TaskHooks(nn.Module, ABC, Generic[ConfigT, ModelT]):
 
     @abstractmethod
     def compute_loss(self, model: ModelT, batch: TensorDict, state: State, output: Any) -> Loss:
-        """Returns the loss, a tensor (), or a dict of named losses whose sum is minimised."""
+        """Returns the loss, a tensor (), or a dict of named losses.
+
+        With one optimizer their sum is minimised. With several there is one loss for each, under
+        its name: loss k is differentiated with respect to the parameters of optimizer k alone, so
+        that an actor's loss does not move the critics; then all of them step. Where it is None, its
+        optimizer takes no step in this update.
+        """
 
     # ---- hooks with a default --------------------------------------------------------------------
 
@@ -102,7 +108,8 @@ class TaskHooks(nn.Module, ABC, Generic[ConfigT, ModelT]):
     def get_optimizers(self, model: ModelT) -> Optimizer | dict[str, Optimizer] | None:
         """Makes the optimizer, or several by name.
 
-        None takes Adam with the trainer's `learning_rate`.
+        None takes Adam with the trainer's `learning_rate`. The names are those that `compute_loss`
+        gives its losses.
         """
         return None
 

@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 Episode = Mapping[str, Any]
 
+PIECE = 64  # steps that are played again at once: their rows lie in memory
+
 
 def open_episodes(pool: WorkerPool) -> list[Episode] | None:
     """The open episode of each environment of a pool with `records_starts`, N plain values.
@@ -43,7 +45,8 @@ def open_episodes(pool: WorkerPool) -> list[Episode] | None:
             "start": start,
             "actions": rollout.actions.of(index),
             "return": float(rollout.returns[index]),
-            "observation": [leaf[index].copy() for leaf in pool.slots.observation],
+            # As arrays also where they are single numbers, whose dtype would be lost.
+            "observation": [leaf[[index]] for leaf in pool.slots.observation],
             "carry": [(list(key), row) for key, row in rollout.carry_of(index).items()],
         }
         for index, start in enumerate(pool.get_starts())
@@ -105,7 +108,9 @@ def _play(
     """Takes the recorded steps; their rows are given up, as somebody had them before."""
     rollout = rollout_of(pool)
     actor = _RecordedActor(task, pool, [one["actions"] for one in saved])
-    options = CollectOptions(total_samples=int(lengths.sum()), use_tqdm=False)
+    options = CollectOptions(
+        total_samples=int(lengths.sum()), max_trajectory_length=PIECE, use_tqdm=False
+    )
     plan = EqualShares(lengths.tolist(), whole_episodes=False)
     with Collection(task, None, pool, options, plan, actor) as collection, eval_mode(None):
         while collection.next_piece() is not None:
@@ -121,7 +126,7 @@ def _is_at(pool: WorkerPool, rollout: Rollout, index: int, episode: Episode, len
         rollout.step[index] == length
         and np.array_equal(rollout.returns[index], episode["return"], equal_nan=True)
         # Bytes, so that NaN is equal to itself.
-        and all(leaf[index].tobytes() == np.asarray(was).tobytes() for leaf, was in observation)
+        and all(leaf[[index]].tobytes() == np.asarray(was).tobytes() for leaf, was in observation)
     )
 
 

@@ -80,6 +80,26 @@ class ReinforcementLearningTask(TaskHooks[ConfigT, ModelT]):
         self._num_clips = 0
         self.num_evaluations = 0
         self.replay_buffer: ReplayBuffer | None = None
+        self._logged: dict[str, list[Tensor | float]] = {}
+
+    # ---- metrics ---------------------------------------------------------------------------------
+
+    def log(self, name: str, value: Tensor | float) -> None:
+        """Adds a number to the next row of metrics, which holds the mean of all since the last one.
+
+        A tensor is read when the row is made, so that a GPU need not be waited for.
+
+        Args:
+            name: The column, such as "epsilon" or "kl".
+            value: A number or a tensor ().
+        """
+        number = value.detach() if isinstance(value, Tensor) else float(value)
+        self._logged.setdefault(name, []).append(number)
+
+    def take_logged(self) -> dict[str, float]:
+        """The means of what was logged, which begin anew."""
+        logged, self._logged = self._logged, {}
+        return {name: sum(map(float, values)) / len(values) for name, values in logged.items()}
 
     # ---- environments ----------------------------------------------------------------------------
 
@@ -237,7 +257,8 @@ class ReinforcementLearningTask(TaskHooks[ConfigT, ModelT]):
 
         This one holds `dataset.replay_buffer_sample_size` transitions in memory, and shows frames
         as stacks where the environment does. Define it for priorities, n-step rewards, or rows on
-        disk.
+        disk, in a folder that is new each time (`storage=tempfile.mkdtemp(dir="somewhere")`), also
+        for a resumed run, whose checkpoint has a copy.
         """
         return ReplayBuffer(
             self.config.dataset.replay_buffer_sample_size,

@@ -92,7 +92,9 @@ class Trainer:
 
     Args:
         config: How to train; None takes all defaults.
-        loggers: Lightning Fabric loggers that get each row of metrics too, such as its WandbLogger.
+        loggers: Lightning Fabric loggers that get each row of metrics too: its own, W&B's
+            `wandb.integration.lightning.fabric.WandbLogger`, or a
+            `lightning_fabric.loggers.logger.Logger` of your own.
 
     Attributes:
         config: As given; likewise `loggers`.

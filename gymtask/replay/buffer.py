@@ -113,6 +113,11 @@ class ReplayBuffer:
         return f"ReplayBuffer({len(self)} of {self.capacity} transitions, in {where})"
 
     @property
+    def frame_stack(self) -> int | None:
+        """Frames of which an observation is shown as a stack, as the argument."""
+        return self._reading.frame_stack
+
+    @property
     def num_added(self) -> int:
         """Transitions that were ever added."""
         return self._ring.links.num_added
@@ -337,7 +342,8 @@ def _new_folder(path: Path) -> Path:
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ConfigurationError(
             f'`storage` must be "memory", or a directory that is new or empty, got {str(path)!r};'
-            " ReplayBuffer.load() reads what save() wrote"
+            " ReplayBuffer.load() reads what save() wrote; rows that an ended program left can be"
+            " deleted"
         )
     path.mkdir(parents=True, exist_ok=True)
     return path.resolve()

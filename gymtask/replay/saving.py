@@ -85,8 +85,8 @@ def _whole_folder(path: Path) -> Iterator[Path]:
         _sync(path.parent)
     except OSError as error:
         raise ReplayError(
-            f"cannot save the ReplayBuffer at {path} ({error.strerror or error}); what was saved there"
-            " before is as it was"
+            f"cannot save the ReplayBuffer at {path} ({error.strerror or error}); what was saved"
+            " there before is as it was"
         ) from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -239,7 +239,9 @@ def _moment(folder: Path) -> tuple[int, ...]:
     return tuple(map(int, match.groups())) if match else (-1,)
 
 
-def find_checkpoint(resume: str | Path, runs: Path, run_dir: Path | None) -> Path | None:
+def find_checkpoint(
+    resume: str | Path, runs: Path, run_dir: Path | None, name: str = "resume"
+) -> Path | None:
     """Finds the checkpoint to go on from.
 
     Args:
@@ -247,6 +249,7 @@ def find_checkpoint(resume: str | Path, runs: Path, run_dir: Path | None) -> Pat
         runs: For "auto": the directory of this task's runs, of which the newest that has a
             checkpoint is taken.
         run_dir: For "auto": the run directory, where it was chosen by the user.
+        name: What an error calls `resume`.
 
     Returns:
         The folder, or None when "auto" finds nothing to go on from.
@@ -259,12 +262,12 @@ def find_checkpoint(resume: str | Path, runs: Path, run_dir: Path | None) -> Pat
         return next(filter(None, map(_newest_good, candidates)), None)
     path = Path(resume)
     if (path / STATE_FILE).is_file():
-        return path
+        return path.resolve()  # "best" is a link
     newest = _newest_good(path)
     if newest is None:
         raise CheckpointError(
-            "`resume` must be a checkpoint folder, a run directory with a checkpoint, or 'auto', "
-            f"got {str(resume)!r}"
+            f"`{name}` must be a checkpoint folder or a run directory with a checkpoint, got"
+            f" {str(resume)!r}, which {'has none' if path.exists() else 'does not exist'}"
         )
     return newest
 
@@ -295,7 +298,7 @@ def tidy(run_dir: Path, resumed: Path | None) -> None:
     if resumed is None:
         return
     for newer in list_checkpoints(run_dir):
-        if _moment(newer) > _moment(resumed):
+        if newer.resolve() != resumed.resolve() and _moment(newer) > _moment(resumed):
             aside = newer.with_name(f"{SUPERSEDED}{newer.name}")
             if aside.exists():
                 shutil.rmtree(aside)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, overload
 
 from torch import nn
 
@@ -15,19 +15,29 @@ from gymtask.errors import CheckpointError
 from gymtask.task import ReinforcementLearningTask, State
 from gymtask.training.checkpoint import find_checkpoint, load_checkpoint, module_problems
 
+AnyTask = ReinforcementLearningTask[Any, Any]
+TaskT = TypeVar("TaskT", bound=AnyTask)
+ModelT = TypeVar("ModelT", bound=nn.Module)
 
+
+@overload
+def load(path: str | Path, *, task: TaskT, model: ModelT) -> tuple[TaskT, ModelT]: ...
+@overload
+def load(path: str | Path, *, task: TaskT, model: None = None) -> tuple[TaskT, nn.Module]: ...
+@overload
+def load(path: str | Path, *, task: None = None, model: ModelT) -> tuple[AnyTask, ModelT]: ...
+@overload
+def load(path: str | Path) -> tuple[AnyTask, nn.Module]: ...
 def load(
-    path: str | Path,
-    *,
-    task: ReinforcementLearningTask[Any, Any] | None = None,
-    model: nn.Module | None = None,
-) -> tuple[ReinforcementLearningTask[Any, Any], nn.Module]:
+    path: str | Path, *, task: AnyTask | None = None, model: nn.Module | None = None
+) -> tuple[AnyTask, nn.Module]:
     """Takes task and model from a checkpoint, for evaluation, clips and the like.
 
     `task, model = gymtask.load("runs/walker/20260101-120000")`, and then
     `gymtask.evaluate(task, model)`.
 
-    The task's class is imported by the module and name that it had, and made from the config that
+    The task's class is imported by the module and name that it had (that of a script is
+    "__main__": elsewhere its class is imported and given), and made from the config that
     it had; its `get_model()` makes the model. Whatever cannot be found that way must be given.
 
     Args:
@@ -42,8 +52,11 @@ def load(
         CheckpointError: There is no checkpoint, or it is of another task or model; or one of them
             cannot be made here.
     """
-    folder = find_checkpoint(path, Path(), None)
-    assert folder is not None  # only "auto" may find nothing
+    folder = find_checkpoint(path, Path(), None, "path")
+    if folder is None:
+        raise CheckpointError(
+            f"`path` must be a checkpoint folder or a run directory, got {path!r}"
+        )
     saved, _ = load_checkpoint(folder)
     if task is None:
         task = _make_task(saved)
@@ -64,6 +77,11 @@ def load(
 
 def _make_task(saved: Mapping[str, Any]) -> ReinforcementLearningTask[Any, Any]:
     name, hint = saved["task_class"], "; pass task=... to load()"
+    if texts := saved["config_texts"]:
+        raise CheckpointError(
+            f"`{texts[0]}` must be a number, a string, or lists and dicts of them to be made from a"
+            f" checkpoint{hint}"
+        )
     kind, config_kind = _imported(name, hint), _imported(saved["config_class"], hint)
     config = _filled(config_kind, saved["config"]["task"], "config")
     try:

@@ -43,19 +43,53 @@ class Replay:
             raise HookError(
                 f"`get_replay_buffer` must return a gymtask.ReplayBuffer, got {buffer!r:.80}"
             )
+        stack = task.get_environment_cached().maker.frame_stack
+        if buffer.frame_stack != stack:
+            raise ConfigurationError(
+                f"`frame_stack` of the replay buffer must be that of the environment, {stack}, got"
+                f" {buffer.frame_stack}: the policy would be trained on other observations than it"
+                " sees"
+            )
         if longest_piece is not None and longest_piece > buffer.capacity:
             raise ConfigurationError(
                 "`dataset.replay_buffer_sample_size` must be at least the rows of the longest piece"
                 f" that a collection gives ({longest_piece}), got {buffer.capacity}"
             )
+        if num_warmup_samples > buffer.capacity:
+            raise ConfigurationError(
+                "`sampling.num_warmup_samples` must be at most the capacity of the replay buffer"
+                f" ({buffer.capacity}, dataset.replay_buffer_sample_size), got {num_warmup_samples}"
+            )
         self._task, self._num_warmup_samples = task, num_warmup_samples
         self._folder = f"replay-{rank}"  # in a checkpoint
+        self._is_restored = self._has_warned = False
         self.buffer = task.replay_buffer = buffer
 
-    @property
-    def num_missing(self) -> int:
-        """Rows to collect before there is training."""
-        return max(0, self._num_warmup_samples - self.buffer.num_added)
+    def num_missing(self, num_samples: int) -> int:
+        """Rows to collect before there is training.
+
+        Args:
+            num_samples: What this process has collected so far.
+        """
+        # Not all that was collected is in the buffer, where short pieces are left out.
+        done = num_samples if self._is_restored else self.buffer.num_added
+        return max(0, self._num_warmup_samples - done)
+
+    def add(self, samples: MultiReplaySamples) -> None:
+        """Adds rows; of an episode that is longer than the buffer the last ones."""
+        capacity = self.buffer.capacity
+        if max(samples.lengths, default=0) <= capacity:
+            self.buffer.extend(samples)
+            return
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "an episode of %d rows is longer than the replay buffer (%d rows), which gets the"
+                " last ones; set dataset.replay_buffer_sample_size higher",
+                max(samples.lengths),
+                capacity,
+            )
+        self.buffer.extend([piece.samples[-capacity:] for piece in samples])
 
     def dataset(self, samples: MultiReplaySamples) -> IterableDataset[Any]:
         """Adds an epoch's samples, and gives its batches, of all that is there.
@@ -63,7 +97,7 @@ class Replay:
         Raises:
             WindowError: No trajectory holds a window.
         """
-        self.buffer.extend(samples)
+        self.add(samples)
         try:
             return self._task.build_rl_dataset(self.buffer)
         except WindowError as error:
@@ -106,5 +140,6 @@ class Replay:
             return
         try:
             load_into(self.buffer, saved)
+            self._is_restored = True
         except ReplayError as error:
             raise CheckpointError(f"cannot take up the replay of {folder}: {error}") from error

@@ -101,6 +101,8 @@ class Run:
             self._snapshot.restore(saved[0])
         total_envs = self._num_envs * ranks.size
         self._limits = Limits(self._config, self._task, self._requests, ranks, total_envs)
+        if self._snapshot.last_evaluation is not None:
+            self._limits.last_evaluation = self._snapshot.last_evaluation
         if self._task.config.dataset.off_policy:
             self._start_replay(folder)
         self._start_pool()
@@ -169,9 +171,15 @@ class Run:
         self._num_samples_before = self.state.num_samples
         self._logged = self.state.num_epochs
         self._warm_up()
+        first_epoch = self.state.num_epochs
         while (reason := self._limits.reason()) is None:
             self._epoch()
-        logger.info("stopping: %s", reason)
+        if first_epoch and first_epoch == self.state.num_epochs:
+            logger.warning(
+                "nothing was done: the run in %s has reached %s already", self._run_dir, reason
+            )
+        if self._requests.signal is not None:
+            logger.warning("stopped by %s; everything is in %s", reason, self._run_dir)
         self._count_samples()
         self._progress.show(self.state, self._statistics.recent)
         if self._logged != self.state.num_epochs:
@@ -194,14 +202,15 @@ class Run:
         """Collects what a replay buffer is to hold before there is training."""
         if self._replay is None:
             return
-        missing = self._ranks.total(self._replay.num_missing)
+        own_samples = self._ranks.share(self.state.num_samples)
+        missing = self._ranks.total(self._replay.num_missing(own_samples))
         if not missing or self._limits.reason():
             return
         # A resumed run whose buffer was not saved has a policy to fill it with.
         begins = self.state.num_samples < self._config.sampling.num_warmup_samples
         samples = self._collect(self._limits.num_wanted(missing), random_actions=begins)
         if samples is not None:
-            self._replay.buffer.extend(samples)
+            self._replay.add(samples)
 
     # ---- an epoch --------------------------------------------------------------------------------
 
@@ -226,7 +235,7 @@ class Run:
         if self._is_due(self._config.clip_interval):
             self._film()
         state.elapsed_time = self._limits.elapsed_time
-        if self._is_due(self._config.checkpoint_interval):
+        if self._is_due(self._config.checkpoint_interval) or self._has_best_evaluation():
             self._save()
             if self._ranks.is_first:
                 self._curve.draw()
@@ -323,6 +332,7 @@ class Run:
         self._statistics.add_evaluation(episodes)
         mean = sum(episode.episode_return for episode in episodes) / len(episodes)
         self._limits.last_evaluation, self._evaluated_at = mean, self.state.num_epochs
+        self._snapshot.last_evaluation = mean
 
     def _film(self) -> None:
         if not self._ranks.is_first or self._limits.is_called_off():
@@ -335,6 +345,7 @@ class Run:
     def _log(self) -> None:
         self.state.elapsed_time = self._limits.elapsed_time
         row = self._statistics.take_row(self.state, self._updater.learning_rates())
+        row.update(self._task.take_logged())
         for log in self._loggers:
             log.log_metrics(row, self.state.num_samples)
         self._logged = self.state.num_epochs
@@ -351,6 +362,12 @@ class Run:
             self._snapshot.best = (score, name)
         files = self._snapshot.take(self._pool)
         self._keeper.save(name, files, None if replay is None else replay.save, score)
+
+    def _has_best_evaluation(self) -> bool:
+        """Whether an evaluation has just been the best, which is worth a checkpoint of its own."""
+        is_new = self._evaluated_at == self.state.num_epochs
+        wanted = self._config.checkpoint_interval is not None
+        return is_new and wanted and self._keeper.is_best(self._limits.last_evaluation)
 
     def _score(self) -> float | None:
         """What tells which checkpoint is best: the last evaluation's mean return, if it was made.

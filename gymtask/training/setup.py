@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from lightning_fabric import Fabric
 
+from gymtask.acting import overrides
 from gymtask.config import raise_if_any
 from gymtask.environment import Environment, require_rgb_array
 from gymtask.errors import ConfigurationError
 from gymtask.task import ReinforcementLearningTask
 from gymtask.training.config import TrainerConfig, fit_problems
+
+logger = logging.getLogger(__name__)
 
 
 def check_fit(config: TrainerConfig, task: ReinforcementLearningTask[Any, Any]) -> int:
@@ -22,6 +26,11 @@ def check_fit(config: TrainerConfig, task: ReinforcementLearningTask[Any, Any]) 
     workers = task.get_environment_workers(config.sampling.force_sync)
     num_envs = sum(len(worker.env_ids) for worker in workers)
     raise_if_any(list(fit_problems(config.sampling, task.config, num_envs)))
+    if overrides(task, "get_replay_buffer") and not task.config.dataset.off_policy:
+        logger.warning(
+            "get_replay_buffer() of %s has no part in training, as dataset.off_policy is False",
+            type(task).__name__,
+        )
     if config.clip_interval is not None:
         maker = task.get_environment_cached().maker
         with Environment.from_maker(maker.with_render_mode("rgb_array")) as environment:

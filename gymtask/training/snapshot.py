@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any
 
 from gymnasium.envs.registration import EnvSpec
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 _NEEDED = frozenset(
     {"name", "model", "task", "optimizers", "schedulers", "state", "recent_returns", "num_envs"}
     | {"num_ranks"}
-    | {"num_resumes", "num_evaluations", "num_clips", "best"}
+    | {"num_resumes", "num_evaluations", "num_clips", "best", "last_evaluation"}
 )
 
 
@@ -55,6 +55,7 @@ class Snapshot:
         num_resumes: How often the run was resumed.
         best: Score and name of the best checkpoint so far, this one included; None where there is
             none.
+        last_evaluation: Mean return of the last evaluation; None before there was one.
     """
 
     config: TrainerConfig
@@ -66,6 +67,7 @@ class Snapshot:
     ranks: Ranks
     num_resumes: int = 0
     best: tuple[float, str] | None = None
+    last_evaluation: float | None = None
 
     def take(self, pool: WorkerPool) -> dict[str, dict[str, Any]]:
         """What each file of a checkpoint that this process writes holds, plain values only.
@@ -89,6 +91,8 @@ class Snapshot:
             "num_ranks": self.ranks.size,
             "num_resumes": self.num_resumes,
             "best": self.best,
+            "last_evaluation": self.last_evaluation,
+            "config_texts": list(_texts(task.config, "config")),
             "num_evaluations": task.num_evaluations,
             "num_clips": task.num_clips,
             "config": plain_configs(self.config, task),
@@ -140,9 +144,14 @@ class Snapshot:
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Takes up all parts but the pool and the random generators.
 
+        A warning tells where a task of another class goes on.
+
         Raises:
             CheckpointError: An optimizer has other groups of parameters than were saved.
         """
+        kind = _import_path(type(self.task))
+        if kind.split(":")[1] != saved["task_class"].split(":")[1]:
+            logger.warning("%s goes on with a run of %s", kind, saved["task_class"])
         self.model.load_state_dict(saved["model"])
         self.task.load_state_dict(saved["task"])
         for name, optimizer in self.updater.optimizers.items():
@@ -156,7 +165,7 @@ class Snapshot:
             setattr(self.state, name, value)
         self.recent.extend(saved["recent_returns"])
         self.num_resumes = saved["num_resumes"] + 1
-        self.best = saved["best"]
+        self.best, self.last_evaluation = saved["best"], saved["last_evaluation"]
         self.task.num_evaluations = saved["num_evaluations"]
         self.task.num_clips = saved["num_clips"]
 
@@ -193,6 +202,26 @@ def plain_configs(
     """Both configs as dicts of plain values; what is no such value as text."""
     both = {"task": asdict(task.config), "trainer": asdict(config)}
     return {name: to_plain(value, name, as_text=True) for name, value in both.items()}
+
+
+def _texts(value: Any, name: str) -> Iterator[str]:
+    """Which parts of a config are saved as text, or as dicts, and cannot be made from that."""
+    if is_dataclass(value):
+        for item in fields(value):
+            yield from _texts(getattr(value, item.name), f"{name}.{item.name}")
+    elif isinstance(value, Mapping):
+        yield from (text for key in value for text in _inner_texts(value[key], f"{name}.{key}"))
+    elif isinstance(value, (list, tuple)):
+        yield from (text for place in value for text in _inner_texts(place, name))
+    elif type(value) not in (str, int, float, bool, type(None)):
+        yield name
+
+
+def _inner_texts(value: Any, name: str) -> Iterator[str]:
+    if is_dataclass(value):
+        yield name
+    else:
+        yield from _texts(value, name)
 
 
 def _import_path(kind: type[Any]) -> str:

@@ -90,10 +90,10 @@ class Updater:
         values = found[0]
         if len(found) > 1:
             values = {name: torch.stack([one[name] for one in found]).mean() for name in values}
-        norms = {name: self._clip(name) for name in self.optimizers}
+        norms = {name: self._clip(name) for name in self.optimizers if name not in self._resting}
         self._require_finite(values["loss"], norms, state)
-        for stepper in self._steppers.values():
-            stepper.step()
+        for name in norms:
+            self._steppers[name].step()
         for scheduler in self.schedulers:
             scheduler.step()
         values.update(_named("grad_norm", norms))
@@ -143,18 +143,22 @@ class Updater:
                 f"`forward_methods` must name methods of the model beside forward, got {method!r}"
             ) from error
 
-    def _backward(self, loss: Tensor | Mapping[str, Tensor], num_batches: int) -> dict[str, Tensor]:
+    def _backward(
+        self, loss: Tensor | Mapping[str, Tensor | None], num_batches: int
+    ) -> dict[str, Tensor]:
         """Adds the gradients of one of so many batches."""
         losses = _checked_losses(loss, self.optimizers)
+        self._resting = self.optimizers.keys() - losses.keys() if len(self.optimizers) > 1 else ()
         total: Tensor = sum(losses.values())  # type: ignore[assignment]
         if len(self.optimizers) == 1:
             self._fabric.backward(total if num_batches == 1 else total / num_batches)
         else:
-            for place, (name, optimizer) in enumerate(self.optimizers.items(), start=1):
+            for place, (name, part) in enumerate(losses.items(), start=1):
+                parameters = _parameters(self.optimizers[name])
                 self._fabric.backward(
-                    losses[name] / num_batches,
-                    inputs=[p for p in _parameters(optimizer) if p.requires_grad],
-                    retain_graph=place < len(self.optimizers),  # the losses may share a forward
+                    part / num_batches,
+                    inputs=[p for p in parameters if p.requires_grad],
+                    retain_graph=place < len(losses),  # the losses may share a forward
                 )
         values = {"loss": total.detach()}
         if isinstance(loss, Mapping):
@@ -195,8 +199,10 @@ def _checked_losses(loss: Any, optimizers: Mapping[str, Optimizer]) -> Mapping[s
             f"got {got}"
         )
     losses: Mapping[str, Any] = loss if isinstance(loss, Mapping) else {"": loss}
+    if several:
+        losses = {name: value for name, value in losses.items() if value is not None}
     if not losses:
-        raise HookError("`compute_loss` must return at least one loss, got an empty dict")
+        raise HookError("`compute_loss` must return at least one loss, got none")
     for name, value in losses.items():
         _check_loss(f"`compute_loss`[{name!r}]" if name else "`compute_loss`", value)
     return losses

@@ -28,7 +28,7 @@ from gymtask.workers.layout import (
     nest,
     space_leaves,
 )
-from gymtask.workers.random_state import random_state, set_random_state
+from gymtask.workers.random_state import Randomness, set_random_state
 
 ALIGNMENT = 64  # bytes: a cache line, so that arrays written by different processes never share one
 
@@ -139,6 +139,7 @@ class EnvironmentStepper:
         self.isolates = self.records_starts = False
         self.envs: dict[int, AnyEnv] = {}
         self.starts: dict[int, dict[str, Any]] = {}
+        self._randomness: dict[int, Randomness] = {}
         self._makers = makers
         self._info_keys = {index: maker.info_keys for index, maker in makers.items()}
         self.keeps_infos = any(self._info_keys.values())
@@ -234,8 +235,10 @@ class EnvironmentStepper:
             self.starts[index] = {"seed": seed}
             return
         before = self.starts.get(index, {}).get("seed")
-        state = random_state(self.envs[index])
-        self.starts[index] = {"seed": before, "random_state": state}
+        randomness = self._randomness.get(index)
+        if randomness is None:
+            randomness = self._randomness[index] = Randomness(self.envs[index])
+        self.starts[index] = {"seed": before, "random_state": randomness.read()}
 
     def run(
         self,
@@ -277,7 +280,7 @@ class EnvironmentStepper:
         The first exception is raised once all of them were asked to close.
         """
         failures = []
-        envs, self.envs = self.envs, {}
+        envs, self.envs, self._randomness = self.envs, {}, {}
         for index, env in envs.items():
             try:
                 env.close()

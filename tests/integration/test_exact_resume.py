@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from gymnasium.wrappers import TransformObservation
+from gymnasium.wrappers import NormalizeObservation, NormalizeReward, TransformObservation
 from tensordict import TensorDict
 from torch import Tensor, nn
 
@@ -34,13 +36,55 @@ def pong() -> gym.Env[Any, Any]:
     return TransformObservation(env, lambda frame: frame[::10, ::10], space)
 
 
+class HiddenGoal(gym.Env[Any, Any]):
+    """Has a generator of its own, shows nothing of what it draws, and rewards at the end alone."""
+
+    def __init__(self, dtype: Any = np.float32) -> None:
+        self.observation_space = gym.spaces.Box(0, 200, (), dtype)
+        self.action_space = gym.spaces.Discrete(2)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        if seed is not None:
+            self.rng = np.random.default_rng(seed)
+        self.goal, self.num_steps = self.rng.integers(100), 0
+        return self.observation_space.dtype.type(0), {}  # type: ignore[union-attr]
+
+    def step(self, action: Any) -> Any:
+        self.num_steps += 1
+        ended = self.num_steps == 9
+        number = self.observation_space.dtype.type(self.num_steps)  # type: ignore[union-attr]
+        return number, float(self.goal) * ended, ended, False, {}
+
+
+class OldGenerators(HiddenGoal):
+    """The same with generators of older kinds."""
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        if seed is not None:
+            self.legacy, self.python = np.random.RandomState(seed), random.Random(seed)
+        answer = super().reset(seed=seed)
+        self.goal = self.legacy.randint(100) + self.python.randint(0, 99)
+        return answer
+
+
+def rewards_normalised() -> gym.Env[Any, Any]:
+    return NormalizeObservation(NormalizeReward(gym.make("CartPole-v1"), 0.9))
+
+
+MADE: dict[str, Any] = {
+    "Pong": pong,
+    "HiddenGoal": HiddenGoal,
+    "uint8": partial(HiddenGoal, np.uint8),
+    "OldGenerators": OldGenerators,
+    "NormalizeReward": rewards_normalised,
+}
 ENVIRONMENTS: dict[str, dict[str, Any]] = {
     "CartPole-v1": {},
     "HalfCheetah-v5": {"max_episode_steps": 60},
     "LunarLander-v3": {},
     "BipedalWalker-v3": {},
     "FrozenLake-v1": {},
-    "Pong": {},
+    **{name: {} for name in MADE},
 }
 
 
@@ -53,8 +97,8 @@ class Witness(gymtask.ReinforcementLearningTask):
         self.rows: list[TensorDict] = []
 
     def get_environment(self) -> gymtask.Environment:
-        if self.env_name == "Pong":
-            return gymtask.Environment(pong, **self.keywords)
+        if self.env_name in MADE:
+            return gymtask.Environment(MADE[self.env_name], **self.keywords)
         return gymtask.Environment(self.env_name, **ENVIRONMENTS[self.env_name], **self.keywords)
 
     def features(self, observation: Tensor) -> Tensor:
@@ -157,6 +201,28 @@ def test_workers_take_up_their_episodes_too(tmp_path: Path, mode: str) -> None:
     assert_same(resumed, unbroken, 130)
 
 
+def test_long_open_episodes_are_played_again_in_short_pieces(tmp_path: Path) -> None:
+    class Peak(Witness):
+        def get_worker_pool(self, force_sync: bool = False) -> Any:
+            self.pool = super().get_worker_pool(force_sync)
+            return self.pool
+
+        def on_epoch_start(self, model: nn.Module, state: State) -> None:
+            tape = self.pool.memory and self.pool.memory._tape.capacity
+            capacities.append(tape)
+
+    capacities: list[Any] = []
+    for resume in (None, tmp_path):
+        config = make_config(3, max_epochs=2 if resume is None else 3)
+        config.environment.num_env_workers = 0
+        task = Peak(config, "LunarLander-v3", {"max_episode_steps": 10_000})
+        model = task.make_model()
+        trainer = make_trainer(tmp_path if resume is None else None, 3000, min_batch_size=3)
+        trainer.train(task, model, resume=resume)
+    assert capacities[0] is None
+    assert capacities[-1] < 1500
+
+
 def test_a_run_may_go_on_in_another_mode(tmp_path: Path) -> None:
     unbroken = run(tmp_path / "whole", "CartPole-v1", 3, False)
     run(tmp_path / "parts", "CartPole-v1", 2, False)
@@ -193,13 +259,13 @@ def test_an_environment_with_randomness_of_its_own_is_named_and_the_others_go_on
         def reset(self, **keywords: Any) -> Any:
             if keywords.get("seed") is not None and not hasattr(self, "number"):
                 self.number = keywords["seed"] - 1337
-                self.random = np.random.default_rng()
+                self.random = [np.random.default_rng()]  # where nobody looks
             return super().reset(**keywords)
 
         def step(self, action: Any) -> Any:
             observation, *rest = super().step(action)
             if self.number == 1:
-                observation = observation + self.random.normal(0, 1e-3, 4).astype(np.float32)
+                observation = observation + self.random[0].normal(0, 1e-3, 4).astype(np.float32)
             return observation, *rest
 
     fields: dict[str, Any] = {"wrappers": (Unseeded,)}
@@ -208,6 +274,17 @@ def test_an_environment_with_randomness_of_its_own_is_named_and_the_others_go_on
     assert "the environments [1] begin new ones" in caplog.text
     firsts = {int(piece["env_id"][0]): piece for piece in reversed(rows)}
     assert [bool(firsts[index]["is_init"][0]) for index in range(3)] == [False, True, False]
+
+
+def test_warm_up_is_over_though_short_pieces_were_left_out(tmp_path: Path) -> None:
+    def train(run_dir: Path | None, max_epochs: int, resume: Path | None = None) -> State:
+        task = make_witness("CartPole-v1", max_epochs, True)
+        fields = {"num_warmup_samples": 150, "min_trajectory_length": 12, "min_batch_size": 3}
+        return make_trainer(run_dir, 130, **fields).train(task, task.make_model(), resume=resume)
+
+    unbroken = train(tmp_path / "whole", 3)
+    train(tmp_path / "parts", 2)
+    assert train(None, 3, tmp_path / "parts").num_samples == unbroken.num_samples == 540
 
 
 def test_rows_that_were_not_handed_out_leave_episodes_untold() -> None:

@@ -15,6 +15,7 @@ from torch import nn
 import gymtask
 from gymtask.errors import CheckpointError, ConfigurationError
 from gymtask.training.checkpoint import list_checkpoints, load_checkpoint
+from gymtask.training.logs import read_rows
 from tests.integration.training_tasks import (
     CartPole,
     ScriptedTask,
@@ -111,7 +112,9 @@ def test_another_model_is_refused_by_shape(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="must be a checkpoint folder"):
+    with pytest.raises(
+        CheckpointError, match=r"`path` must be a checkpoint folder or a run .*has none"
+    ):
         gymtask.load(tmp_path)
 
 
@@ -164,6 +167,13 @@ def test_all_checkpoints_stay_by_default_and_training_returns_tell_the_best(tmp_
     assert best(tmp_path) == 1 + means.index(max(means))
 
 
+def test_the_best_evaluation_writes_a_checkpoint_of_its_own(tmp_path: Path) -> None:
+    fields: dict[str, Any] = {"eval_interval": 1, "num_eval_episodes": 2, "checkpoint_interval": 3}
+    make_trainer(tmp_path, **fields).train(ByLength(make_config(max_epochs=4)), linear())
+    assert names(tmp_path) == [1, 2, 3, 4]  # 1 and 2 were the best so far, 3 was due, 4 the last
+    assert best(tmp_path) == 2
+
+
 def test_a_resumed_run_knows_the_best_of_the_part_that_it_goes_on_from(tmp_path: Path) -> None:
     fields: dict[str, Any] = {"eval_interval": 1, "num_eval_episodes": 2}
     make_trainer(tmp_path, **fields).train(ByLength(make_config(max_epochs=4)), linear())
@@ -211,3 +221,64 @@ def test_a_target_needs_evaluations() -> None:
         make_trainer(None, target_return="much", eval_interval=1)
     with pytest.raises(ConfigurationError, match="`keep_checkpoints` must be an integer of at"):
         make_trainer(None, keep_checkpoints=0)
+
+
+def test_a_run_that_reached_its_target_does_not_go_on(tmp_path: Path) -> None:
+    fields: dict[str, Any] = {"eval_interval": 1, "num_eval_episodes": 2, "target_return": 15.0}
+    make_trainer(tmp_path, **fields).train(ByLength(make_config(max_epochs=9)), linear())
+    again = make_trainer(None, **fields)
+    state = again.train(ByLength(make_config(max_epochs=9)), linear(), resume=tmp_path)
+    assert (again.stopped_by, state.num_epochs) == ("target_return", 2)
+
+
+def test_going_on_from_the_best_sets_only_later_checkpoints_aside(tmp_path: Path) -> None:
+    fields: dict[str, Any] = {"eval_interval": 1, "num_eval_episodes": 2}
+    make_trainer(tmp_path, **fields).train(ByLength(make_config(max_epochs=4)), linear())
+    link = tmp_path / "checkpoints" / "best"
+    task = ByLength(make_config(max_epochs=2))
+    make_trainer(None, **fields).train(task, linear(), resume=link)
+    assert names(tmp_path) == [1, 2]
+    assert len(list(tmp_path.rglob("superseded-*"))) == 2
+    assert best(tmp_path) == 2
+
+
+def test_a_config_that_was_saved_as_text_is_refused(tmp_path: Path) -> None:
+    @dataclass
+    class WithPath(Config):
+        folder: Path = Path("data")
+
+    task = Loaded(WithPath(**vars(loaded_config())))
+    make_trainer(tmp_path).train(task, linear())
+    with pytest.raises(CheckpointError, match=r"`config.folder` must be a number.*pass task="):
+        gymtask.load(tmp_path)
+
+
+# ---- what a run tells --------------------------------------------------------------------------
+
+
+def test_logged_numbers_are_columns_of_means(tmp_path: Path) -> None:
+    class Logs(ScriptedTask):
+        def on_update_end(self, model: nn.Module, state: gymtask.State) -> None:
+            self.log("steps", state.num_steps)
+            if state.num_epochs:
+                self.log("late", torch.tensor(7.0))
+
+    make_trainer(tmp_path).train(Logs(make_config(max_epochs=2, updates=3)), linear())
+    rows = read_rows(tmp_path / "metrics.csv")
+    assert [row["steps"] for row in rows] == [2.0, 5.0]  # the means of 1, 2, 3 and of 4, 5, 6
+    assert rows[1]["late"] == 7.0
+
+
+def test_a_finished_run_and_a_task_of_another_class_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_trainer(tmp_path).train(ScriptedTask(make_config(max_epochs=2)), linear())
+
+    class Other(ScriptedTask):
+        pass
+
+    make_trainer(tmp_path).train(Other(make_config(max_epochs=2)), linear(), resume="auto")
+    assert "has reached max_epochs already" in caplog.text
+    assert (
+        "Other goes on with a run of tests.integration.training_tasks:ScriptedTask" in caplog.text
+    )

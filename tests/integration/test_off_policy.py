@@ -364,3 +364,38 @@ def test_parameters_change_from_update_to_update(tmp_path: Path) -> None:
     before = parameters(model)
     make_trainer(tmp_path).train(make_off_policy(max_epochs=1), model)
     assert parameters(model) != before
+
+
+def test_more_warm_up_than_the_buffer_holds_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"`sampling.num_warmup_samples` must be at most"):
+        make_trainer(tmp_path, num_warmup_samples=101).train(make_off_policy(), linear())
+
+
+def test_a_buffer_that_has_no_part_in_training_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Forgotten(ScriptedTask):
+        def get_replay_buffer(self) -> ReplayBuffer:
+            return ReplayBuffer(10)
+
+    make_trainer(tmp_path).train(Forgotten(make_config(max_epochs=1)), linear())
+    assert "get_replay_buffer() of Forgotten has no part in training" in caplog.text
+
+
+def test_an_episode_longer_than_the_buffer_leaves_its_last_rows(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    task = make_off_policy(capacity=3)  # episodes of 4 rows
+    make_trainer(tmp_path, whole_episodes=True).train(task, linear())
+    assert "an episode of 4 rows is longer than the replay buffer" in caplog.text
+    assert task.replay_buffer is not None
+    assert task.replay_buffer.sample(50)["step"].unique().tolist() == [1, 2, 3]
+
+
+def test_a_buffer_with_another_frame_stack_than_the_environment_is_refused(tmp_path: Path) -> None:
+    class Stacked(OffPolicy):
+        def get_replay_buffer(self) -> ReplayBuffer:
+            return ReplayBuffer(50, frame_stack=3)
+
+    with pytest.raises(ConfigurationError, match="`frame_stack` of the replay buffer must be that"):
+        make_trainer(tmp_path).train(make_off_policy(kind=Stacked), linear())

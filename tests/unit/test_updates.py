@@ -211,7 +211,7 @@ def test_a_model_with_nothing_to_train_is_refused() -> None:
         (lambda m: None, "`compute_loss` must return a tensor (), got a NoneType"),
         (lambda m: m.a.expand(1), "`compute_loss` must return a tensor (), got one of shape (1,)"),
         (lambda m: m.frozen * 2, "got one that requires no gradient"),
-        (lambda m: {}, "`compute_loss` must return at least one loss, got an empty dict"),
+        (lambda m: {}, "`compute_loss` must return at least one loss, got none"),
         (lambda m: {"a": m.a, "b": 1}, "`compute_loss`['b'] must return a tensor (), got a int"),
     ],
 )
@@ -284,3 +284,19 @@ def test_accumulated_batches_train_several_optimizers_too() -> None:
     assert set(values) >= {"loss/actor", "loss/critic", "grad_norm/actor", "grad_norm/critic"}
     assert float(values["grad_norm/actor"]) == pytest.approx(3.0)  # of the actor's loss alone
     assert float(values["grad_norm/critic"]) == pytest.approx(6.0)
+
+
+def test_an_optimizer_without_a_loss_rests() -> None:  # as TD3's actor in every other update
+    model = Two()
+    resting = iter([False, True])
+
+    def losses(m: Any) -> dict[str, Tensor | None]:
+        return {"actor": None if next(resting) else m.a * 3.0, "critic": m.b * 2.0}
+
+    updater = make_updater(Task(losses, actor_and_critic), model)
+    updater.update([None], State())
+    before = float(model.a.detach()), float(model.b.detach())
+    values = updater.update([None], State())
+    assert float(model.a.detach()) == before[0]
+    assert float(model.b.detach()) != before[1]
+    assert "loss/actor" not in values
