@@ -153,7 +153,7 @@ def test_without_memory_the_sign_makes_no_difference_at_the_junction() -> None:
         for sign in WAYS:
             way = torch.tensor([sign, *[(1, 0, 1)] * 9, (0, 1, 0)]).float().unsqueeze(0)
             is_init = torch.arange(11).unsqueeze(0) == 0
-            zeros = torch.zeros(1, 11, 32)
+            zeros = torch.zeros(1, 11, 64)
             content = {"observation": way, "is_init": is_init, "hidden": zeros, "cell": zeros}
             logits.append(model(TensorDict(content, batch_size=[1, 11]), 0)[0][0, -1])
         assert torch.equal(*logits) != recurrent
