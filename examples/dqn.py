@@ -20,10 +20,10 @@ a Discrete action space will do. Sources of the details:
 [5] Pardo et al. 2018, arXiv:1712.00378: a time limit is no end, so only `terminated` zeroes values.
 [6] RL Baselines3 Zoo, hyperparams/dqn.yml, CartPole-v1: few large rounds of updates (256 steps,
     then 128 updates), and one target for about as many; batches of 64. Our own, as tried there: γ =
-    0.995, since with 0.99 a cart that drifts off in 300 steps is worth as much as one that stays;
-    n = 10, with which values of up to 200 rise quickly although targets are copied seldom; a Huber
-    loss linear from 10 on, not from 1 on, where it learns medians, which pass over the rare falls;
-    and a learning rate that falls to 0, as the last policy counts and not the best one.
+    0.995, since with 0.99 a cart that drifts off in 300 steps is worth almost as much as one that
+    stays; n = 10, with which values of up to 200 rise quickly although targets are copied seldom; a
+    Huber loss linear from 10 on, not from 1 on, as nearly all errors of such values would count as
+    outliers; and a learning rate that falls to 0, as the last policy counts and not the best one.
 """
 
 from __future__ import annotations

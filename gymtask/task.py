@@ -87,7 +87,8 @@ class ReinforcementLearningTask(TaskHooks[ConfigT, ModelT]):
     def log(self, name: str, value: Tensor | float) -> None:
         """Adds a number to the next row of metrics, which holds the mean of all since the last one.
 
-        A tensor is read when the row is made, so that a GPU need not be waited for.
+        A tensor is read when the row is made, so that a GPU need not be waited for. `Trainer` makes
+        the rows; a loop of your own reads the means with `take_logged`.
 
         Args:
             name: The column, such as "epsilon" or "kl".
