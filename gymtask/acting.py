@@ -7,13 +7,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 
 from gymtask.errors import ActionError, HookError
+from gymtask.maker import EnvironmentMaker
 from gymtask.random_actions import RandomActions
 from gymtask.sampling import NoiseStreams
 from gymtask.spaces import ActionCodec, stored_dtype, to_numpy
@@ -21,6 +22,7 @@ from gymtask.states import Column, States, entries_of
 from gymtask.tape import Key
 from gymtask.trajectory import NEXT_KEYS, RESERVED_KEYS, STATE_KEYS
 from gymtask.workers.layout import Array, Space, space_leaves
+from gymtask.workers.pool import WorkerPool
 
 if TYPE_CHECKING:
     from gymtask.task import ReinforcementLearningTask
@@ -65,8 +67,7 @@ class Actor:
         action_space: Space,
         capacity: int,
         noise: NoiseStreams,
-        keep_float64: bool,
-        frame_stack: int | None,
+        maker: EnvironmentMaker,
     ) -> None:
         self.task, self.noise = task, noise
         self._space, self._capacity = observation_space, capacity
@@ -75,17 +76,31 @@ class Actor:
             Column(
                 ("observation", *leaf.path),
                 leaf.shape,
-                stored_dtype(leaf.dtype, keep_float64=keep_float64),
+                stored_dtype(leaf.dtype, keep_float64=maker.keep_float64),
             )
             for leaf in space_leaves(observation_space, "observation")
         ]
         self._seen_columns = self.observation_columns
-        if frame_stack is not None:
+        if maker.frame_stack is not None:
             self._seen_columns = [
-                Column(column.key, (frame_stack, *column.shape), column.dtype)
+                Column(column.key, (maker.frame_stack, *column.shape), column.dtype)
                 for column in self.observation_columns
             ]
         self.states = States(observation_space, self._seen_columns, [], capacity)
+
+    @classmethod
+    def for_pool(
+        cls, task: ReinforcementLearningTask[Any, Any], pool: WorkerPool, noise: NoiseStreams
+    ) -> Self:
+        """One that acts in all environments of a pool."""
+        return cls(
+            task,
+            observation_space=pool.observation_space,
+            action_space=pool.action_space,
+            capacity=pool.num_envs,
+            noise=noise,
+            maker=pool.workers[0].maker,
+        )
 
     def begin(self, model: Any, *, optimal: bool, random_actions: bool = False) -> None:
         """Makes ready for calls with this model, whose initial carry is asked for.

@@ -94,8 +94,7 @@ class Clip:
             action_space=environment.action_space,
             capacity=1,
             noise=NoiseStreams((task.config.environment.env_seed, "clip", count), 1),
-            keep_float64=environment.maker.keep_float64,
-            frame_stack=environment.maker.frame_stack,
+            maker=environment.maker,
         )
         actor.begin(self._model, optimal=optimal)
         return actor

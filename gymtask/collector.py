@@ -292,15 +292,7 @@ def actor_of(
     """What calls the task's policy; that of the last collection if it was of the same task."""
     noise, actor = noise_of(pool), rollout.actor
     if actor is None or actor.task is not task or actor.noise is not noise:
-        actor = rollout.actor = Actor(
-            task,
-            observation_space=pool.observation_space,
-            action_space=pool.action_space,
-            capacity=pool.num_envs,
-            noise=noise,
-            keep_float64=pool.workers[0].maker.keep_float64,
-            frame_stack=pool.workers[0].maker.frame_stack,
-        )
+        actor = rollout.actor = Actor.for_pool(task, pool, noise)
     return actor
 
 

@@ -7,22 +7,19 @@ it does not, the environment has randomness or memory of its own, and begins a n
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from gymtask.acting import Actor, Answer, eval_mode
-from gymtask.collector import Collection, actor_of, rollout_of
+from gymtask.collector import Collection, noise_of, rollout_of
 from gymtask.options import CollectOptions
 from gymtask.plan import EqualShares
 from gymtask.rollout import Rollout
 from gymtask.task import ReinforcementLearningTask
 from gymtask.workers.layout import Array
 from gymtask.workers.pool import WorkerPool
-
-logger = logging.getLogger(__name__)
 
 Episode = Mapping[str, Any]
 
@@ -107,7 +104,8 @@ def _play(
 ) -> None:
     """Takes the recorded steps; their rows are given up, as somebody had them before."""
     rollout = rollout_of(pool)
-    actor = _RecordedActor(task, pool, [one["actions"] for one in saved])
+    actor = _RecordedActor.for_pool(task, pool, noise_of(pool))
+    actor.give([one["actions"] for one in saved])
     options = CollectOptions(
         total_samples=int(lengths.sum()), max_trajectory_length=PIECE, use_tqdm=False
     )
@@ -138,22 +136,8 @@ def _stacked_carries(saved: Sequence[Episode]) -> dict[tuple[str, ...], Array]:
 class _RecordedActor(Actor):
     """Answers with what was done before instead of asking a policy."""
 
-    def __init__(
-        self,
-        task: ReinforcementLearningTask[Any, Any],
-        pool: WorkerPool,
-        actions: Sequence[Sequence[Array]],
-    ) -> None:
-        usual = actor_of(task, pool, rollout_of(pool))
-        super().__init__(
-            task,
-            observation_space=pool.observation_space,
-            action_space=pool.action_space,
-            capacity=pool.num_envs,
-            noise=usual.noise,
-            keep_float64=pool.workers[0].maker.keep_float64,
-            frame_stack=pool.workers[0].maker.frame_stack,
-        )
+    def give(self, actions: Sequence[Sequence[Array]]) -> None:
+        """Takes for each environment what was done in its episode, by leaf."""
         self._actions = [[np.asarray(leaf) for leaf in leaves] for leaves in actions]
 
     def begin(self, model: Any, *, optimal: bool, random_actions: bool = False) -> None:

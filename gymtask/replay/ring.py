@@ -167,8 +167,7 @@ class Ring:
         for field in layout.linked:
             side.array[field.name] = self.side.array[field.name]
         self._copy(records.array, layout, names)
-        self.records.discard()
-        self.side.discard()
+        self.discard()
         self.records, self.side, self.layout = records, side, layout
 
     def _copy(self, target: Array, layout: RecordLayout, names: Sequence[str]) -> None:

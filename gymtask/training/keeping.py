@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import shutil
 from collections.abc import Callable, Mapping
@@ -24,6 +23,9 @@ class Keeper:
         num_kept: How many of the newest ones stay; None: all. The best one stays in any case.
         best: Score and name of the best checkpoint so far; None where there is none.
         ranks: The processes that write checkpoints together.
+
+    Attributes:
+        best: As the argument, and as later checkpoints make it; None too where that one is gone.
     """
 
     def __init__(
@@ -36,47 +38,44 @@ class Keeper:
         self._folder, self._run_dir, self._num_kept = run_dir / FOLDER, run_dir, num_kept
         self._ranks = ranks
         self._link = self._folder / BEST
-        self._best_score = -math.inf
         if ranks.is_first:
             # It may lead to what a resumed run left behind; in a copy of a run it is a copy, too.
             if self._link.is_dir() and not self._link.is_symlink():
                 shutil.rmtree(self._link)
             self._link.unlink(missing_ok=True)
-        if best is not None and (self._folder / best[1]).exists():
-            self._lead_to(*best)
+        there = best is not None and (self._folder / best[1]).exists()
+        self.best = best if there else None
+        self._lead_to_best()
 
-    def _lead_to(self, score: float, name: str) -> None:
-        self._best_score = score
-        if not self._ranks.is_first:
+    def _lead_to_best(self) -> None:
+        if self.best is None or not self._ranks.is_first:
             return
         link = self._folder / f"{TEMPORARY}{BEST}"
         link.unlink(missing_ok=True)
-        link.symlink_to(name, target_is_directory=True)
+        link.symlink_to(self.best[1], target_is_directory=True)
         os.replace(link, self._link)
 
     def is_best(self, score: float | None) -> TypeGuard[float]:
         """Whether a checkpoint of this score would be the best."""
-        return score is not None and score > self._best_score
+        return score is not None and (self.best is None or score > self.best[0])
 
     def save(
         self,
         name: str,
         files: Mapping[str, Mapping[str, Any]],
         save_replay: Callable[[Path], None] | None,
-        score: float | None,
     ) -> None:
-        """Writes one.
+        """Writes one; where it is the best, that was noted in `best` before.
 
         Args:
             name: Of its folder, which does not exist.
             files: As `save_checkpoint` takes them.
             save_replay: Writes the replay buffer into a folder; only the newest checkpoint keeps
                 one, as it may take gigabytes.
-            score: What tells which is best; None where nothing does.
         """
         save_checkpoint(self._folder / name, files, save_replay, self._ranks)
-        if self.is_best(score):
-            self._lead_to(score, name)
+        if self.best is not None and self.best[1] == name:
+            self._lead_to_best()
         if self._ranks.is_first:
             self._tidy(save_replay is not None)
 

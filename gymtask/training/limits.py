@@ -17,11 +17,7 @@ REASONS = (None, "max_steps", "max_seconds", "SIGINT", "SIGTERM")
 
 
 class Limits:
-    """The limits of a run and the requests to stop; all processes of a run come to one answer.
-
-    Attributes:
-        last_evaluation: Mean return of the last evaluation, -inf before there was one.
-    """
+    """The limits of a run and the requests to stop; all processes of a run come to one answer."""
 
     def __init__(
         self,
@@ -34,7 +30,6 @@ class Limits:
         self._config, self._limits = config, task.config
         self._state: State = task.state
         self._requests, self._ranks, self._total_envs = requests, ranks, total_envs
-        self.last_evaluation = -math.inf
         self.begin()
 
     def begin(self) -> None:
@@ -62,15 +57,19 @@ class Limits:
             reason = self._requests.signal or "max_seconds"
         return REASONS[self._ranks.largest(REASONS.index(reason))]
 
-    def reason(self) -> str | None:
-        """Why no other epoch is to begin; None where one is."""
+    def reason(self, last_evaluation: float | None) -> str | None:
+        """Why no other epoch is to begin; None where one is.
+
+        Args:
+            last_evaluation: Its mean return; None before there was one.
+        """
         reason, limits = self.reason_within_epoch(), self._limits
         if reason is not None:
             return reason
         if limits.max_epochs is not None and self._state.num_epochs >= limits.max_epochs:
             return "max_epochs"
         target = self._config.target_return
-        if target is not None and self.last_evaluation >= target:
+        if target is not None and last_evaluation is not None and last_evaluation >= target:
             return "target_return"
         return None if self._is_enough_left(limits) else "max_samples"
 

@@ -101,8 +101,6 @@ class Run:
             self._snapshot.restore(saved[0])
         total_envs = self._num_envs * ranks.size
         self._limits = Limits(self._config, self._task, self._requests, ranks, total_envs)
-        if self._snapshot.last_evaluation is not None:
-            self._limits.last_evaluation = self._snapshot.last_evaluation
         if self._task.config.dataset.off_policy:
             self._start_replay(folder)
         self._start_pool()
@@ -172,7 +170,7 @@ class Run:
         self._logged = self.state.num_epochs
         self._warm_up()
         first_epoch = self.state.num_epochs
-        while (reason := self._limits.reason()) is None:
+        while (reason := self._reason_to_stop()) is None:
             self._epoch()
         if first_epoch and first_epoch == self.state.num_epochs:
             logger.warning(
@@ -191,6 +189,9 @@ class Run:
             self._curve.draw(force=True)
         return reason
 
+    def _reason_to_stop(self) -> str | None:
+        return self._limits.reason(self._snapshot.last_evaluation)
+
     def _count_samples(self) -> None:
         """Brings samples and time up to now."""
         num_samples = self._num_samples_before + self._ranks.total(self._pool.num_samples)
@@ -204,7 +205,7 @@ class Run:
             return
         own_samples = self._ranks.share(self.state.num_samples)
         missing = self._ranks.total(self._replay.num_missing(own_samples))
-        if not missing or self._limits.reason():
+        if not missing or self._reason_to_stop():
             return
         # A resumed run whose buffer was not saved has a policy to fill it with.
         begins = self.state.num_samples < self._config.sampling.num_warmup_samples
@@ -331,8 +332,7 @@ class Run:
             return
         self._statistics.add_evaluation(episodes)
         mean = sum(episode.episode_return for episode in episodes) / len(episodes)
-        self._limits.last_evaluation, self._evaluated_at = mean, self.state.num_epochs
-        self._snapshot.last_evaluation = mean
+        self._snapshot.last_evaluation, self._evaluated_at = mean, self.state.num_epochs
 
     def _film(self) -> None:
         if not self._ranks.is_first or self._limits.is_called_off():
@@ -352,22 +352,23 @@ class Run:
 
     def _save(self) -> None:
         name = checkpoint.checkpoint_name(self.state.num_epochs, self.state.num_samples)
-        if (
-            self._run_dir / checkpoint.FOLDER / name
-        ).exists():  # nothing was done since it was written
+        folder = self._run_dir / checkpoint.FOLDER / name
+        if folder.exists():  # nothing was done since it was written
             return
         replay = self._replay if self._config.checkpoint_replay else None
         score = self._score()
         if self._keeper.is_best(score):
-            self._snapshot.best = (score, name)
+            self._keeper.best = (score, name)
+        self._snapshot.best = self._keeper.best
         files = self._snapshot.take(self._pool)
-        self._keeper.save(name, files, None if replay is None else replay.save, score)
+        self._keeper.save(name, files, None if replay is None else replay.save)
 
     def _has_best_evaluation(self) -> bool:
         """Whether an evaluation has just been the best, which is worth a checkpoint of its own."""
-        is_new = self._evaluated_at == self.state.num_epochs
-        wanted = self._config.checkpoint_interval is not None
-        return is_new and wanted and self._keeper.is_best(self._limits.last_evaluation)
+        config = self._config
+        if config.checkpoint_interval is None or config.eval_interval is None:
+            return False
+        return self._keeper.is_best(self._score())
 
     def _score(self) -> float | None:
         """What tells which checkpoint is best: the last evaluation's mean return, if it was made.
@@ -378,7 +379,7 @@ class Run:
             recent = self._statistics.recent
             return sum(recent) / len(recent) if recent else None
         is_new = self._evaluated_at == self.state.num_epochs
-        return self._limits.last_evaluation if is_new else None
+        return self._snapshot.last_evaluation if is_new else None
 
 
 def _endless(dataset: Iterable[Any]) -> Iterator[Any]:
