@@ -19,6 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import headline
+import learning_headline
+import learning_report
 import summary
 from report import Help
 
@@ -49,18 +51,22 @@ TABLES = (
     "replay_extend",
     "replay_interleaved",
     "memory",
+    "learning_wall",
+    "learning_curves",
 )
 
 
 def insert(path: Path, name: str, parts: Sequence[str]) -> None:
     """Puts parts between the two marks of that name in a file; without parts it stays as it is."""
+    if not parts:
+        print(f"nothing for {path} between its marks {name}")
+        return
     begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
     before, _, rest = path.read_text().partition(begin)
     _, mark, after = rest.partition(end)
     if not mark:
         raise ValueError(f"{path} must hold {begin} and after it {end}")
-    if parts:
-        path.write_text("\n\n".join([before + begin, *parts, end]) + after)
+    path.write_text("\n\n".join([before + begin, *parts, end]) + after)
     print(f"{len(parts)} parts in {path}")
 
 
@@ -89,11 +95,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
             subprocess.run(command(script, options.rounds, options.out), check=True)
         return
     paths = [options.out / f"{name}.md" for name in TABLES]
+    learning_report.write(options.out)
     tables = [summary.table(options.out)]
     tables += [path.read_text() for path in paths if path.exists()]
     tables = [table.strip() for table in tables]
     insert(options.into / "benchmarks" / "README.md", "results", tables)
     insert(options.into / "README.md", "speed", headline.paragraphs(options.out))
+    insert(options.into / "README.md", "learning", learning_headline.paragraphs(options.out))
 
 
 if __name__ == "__main__":
