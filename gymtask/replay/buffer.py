@@ -189,13 +189,16 @@ class ReplayBuffer:
     ) -> TensorDict:
         """The windows that start on these rows."""
         links, offsets = self._ring.links, range(0, window_span(clip_size, stride), stride)
-        mask = None
-        if pad:
-            mask = links.num_after(rows)[:, None] >= np.asarray(offsets)
+        reader = self._ring.reader(self._reading, None if keys is None else _paths(keys))
+        consecutive = not pad and (stride == 1 or clip_size == 1)
+        lie_whole = consecutive and reader.lie_whole(rows, clip_size)
+        if lie_whole and self._tree is None:
+            return reader.read_whole(rows, clip_size)
         windows = links.follow(rows, offsets, clamp=pad) if clip_size > 1 else rows[:, None]
         more = None if self._tree is None else self._weights(windows)
-        consecutive = stride == 1 and not pad
-        reader = self._ring.reader(self._reading, None if keys is None else _paths(keys))
+        if lie_whole:
+            return reader.read_whole(rows, clip_size, more)
+        mask = links.num_after(rows)[:, None] >= np.asarray(offsets) if pad else None
         return reader.read(windows, consecutive=consecutive, mask=mask, more=more)
 
     # ---- what a ReplayDataset asks for: windows by the arrival of their first rows ---------------

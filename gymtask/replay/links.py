@@ -52,6 +52,7 @@ class Links:
         num_added: Rows that were added so far; row number n lies at n % capacity.
         successor: int64 [capacity]: the row that follows; capacity + s where there is none, and the
             next state lies in side slot s.
+        is_last: bool [capacity]: whether none follows; a look at it misses the cache less often.
         predecessor: int64 [capacity]: the row before, -1 where there is none.
         chain: int64 [capacity]: the chain of each row.
         place: int64 [capacity]: its number in the chain.
@@ -65,6 +66,7 @@ class Links:
         self.capacity = capacity
         self.num_added = 0
         self.successor: Array = np.empty(capacity, np.int64)
+        self.is_last: Array = np.empty(capacity, bool)
         self.predecessor: Array = np.empty(capacity, np.int64)
         self.chain: Array = np.empty(capacity, np.int64)
         self.place: Array = np.empty(capacity, np.int64)
@@ -145,6 +147,7 @@ class Links:
         start = self.num_added % self.capacity
         rows = self._places(start, count)
         self.successor[rows] = self._ring(start + 1, count)
+        self.is_last[rows] = False
         self.predecessor[rows] = self._ring(start + self.capacity - 1, count)
         self.num_added += count
         return rows, [self._add(piece, start + piece.first - before) for piece in pieces]
@@ -158,10 +161,10 @@ class Links:
             chain, slot = self._new_chain(piece.begins), self._new_slot()
         else:  # which needs its side slot no more
             chain, slot = int(self.chain[before]), int(self.successor[before]) - capacity
-            self.successor[before] = first
+            self.successor[before], self.is_last[before] = first, False
             self._num_jumps += first != (before + 1) % capacity
         self.predecessor[first] = before
-        self.successor[last] = capacity + slot
+        self.successor[last], self.is_last[last] = capacity + slot, True
         rows, place = self._places(first, length), int(self.last[chain]) + 1
         self.chain[rows] = chain
         self.place[rows] = np.arange(place, place + length)
@@ -284,6 +287,7 @@ class Links:
         self.num_added, self.num_side_slots, self._num_chains, self._num_jumps = counts
         for name in (*_BY_ROW, *_BY_CHAIN):
             getattr(self, name)[: len(state[name])] = state[name]
+        self.is_last[:] = self.successor >= self.capacity
         self._free_slots = state["free_slots"].tolist()
         self._free_chains = state["free_chains"].tolist()
         opened = state["open"].tolist()

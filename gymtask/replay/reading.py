@@ -31,6 +31,11 @@ class Reading:
     frame_stack: int | None = None
 
     @property
+    def is_plain(self) -> bool:
+        """Whether it shows rows as they are stored."""
+        return self.n_step == 1 and self.frame_stack is None
+
+    @property
     def history(self) -> int:
         """Rows before a row that its observation is made of."""
         return (self.frame_stack or 1) - 1
@@ -93,12 +98,61 @@ class Reader:
             for array in values.values():
                 array[~mask] = 0
             values["mask",] = mask.copy()
+        return self._batch(values, more, rows.shape)
+
+    def _batch(
+        self, values: dict[Path, Array], more: Mapping[Path, Array] | None, shape: tuple[int, ...]
+    ) -> TensorDict:
         values.update(more or {})
         tensors = {path: torch.from_numpy(array) for path, array in values.items()}
         for path, dtype in self._layout.reinterpreted.items():
             if path in tensors:
                 tensors[path] = tensors[path].view(dtype)
-        return nested(tensors, rows.shape)
+        return nested(tensors, shape)
+
+    # ---- windows that lie whole in the ring ------------------------------------------------------
+
+    def lie_whole(self, starts: Array, width: int) -> bool:
+        """Whether windows of consecutive rows lie side by side, with a row behind each."""
+        return (
+            width > 1  # of one row it takes as long
+            and self._links.is_even
+            and self._reading.is_plain
+            and int(starts.max()) + width < self._links.capacity
+        )
+
+    def read_whole(
+        self, starts: Array, width: int, more: Mapping[Path, Array] | None = None
+    ) -> TensorDict:
+        """What `read` gives for windows that lie whole, at two thirds of the time.
+
+        A window and the row behind it, which holds the state that it leads to, are copied as one
+        piece of memory; the pieces overlap where they are copied from::
+
+            ring          | r4 | r5 | r6 | r7 | r8 |
+            of width 2         [ r5   r6   r7 ]           starts on r5
+                                    [ r6   r7   r8 ]      starts on r6
+        """
+        size = self._records.itemsize
+        every = np.ndarray(
+            self._links.capacity - width,
+            np.dtype((np.void, size * (width + 1))),
+            buffer=self._records.view(np.uint8),
+            strides=(size,),  # the next piece begins one record further
+        )
+        pieces = every[starts].view(self._records.dtype).reshape(len(starts), width + 1)
+        records = pieces[:, :-1]
+        values: dict[Path, Array] = {field.path: records[field.name] for field in self._fields}
+        if self._linked:
+            last = starts + (width - 1)
+            ended = self._links.is_last.take(last)
+            slots = self._links.successor[last[ended]] - self._links.capacity
+            for field in self._linked:
+                # A copy, as what is done to observations in place is not to change the next ones.
+                states = pieces[field.name][:, 1:].copy()
+                states[ended, -1] = self._side[field.name][slots]
+                values["next", *field.path] = states
+        return self._batch(values, more, (len(starts), width))
 
     # ---- states ----------------------------------------------------------------------------------
 
@@ -132,15 +186,16 @@ class Reader:
 
     def states_after(self, rows: Array) -> Array:
         """Records of the shape of `rows` whose linked fields are the states that they lead to."""
-        following = self._links.successor[rows]
-        ended = following >= self._links.capacity
-        if not ended.any():
-            return self._records.take(following)
-        slots = following[ended] - self._links.capacity
-        following[ended] = 0  # any row, to be overwritten
-        found = self._records.take(following)
-        for field in self._layout.linked:
-            found[field.name][ended] = self._side[field.name][slots]
+        links = self._links
+        following = rows + 1 if links.is_even else links.successor.take(rows)
+        # The last row of the ring leads to its first; what is found for a row that leads to none is
+        # overwritten.
+        found = self._records.take(following, mode="wrap")
+        ended = links.is_last.take(rows)
+        if np.count_nonzero(ended):  # a fraction of the time of any()
+            slots = links.successor[rows[ended]] - links.capacity
+            for field in self._layout.linked:
+                found[field.name][ended] = self._side[field.name][slots]
         return found
 
     def _history(self, rows: Array) -> Array:

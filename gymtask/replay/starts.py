@@ -56,7 +56,7 @@ class Starts:
         self._require_rows()
         anywhere = wanted.span == 1 and not wanted.at_start and not self._history
         if anywhere and self._tree is None:
-            return random.integers(len(self._links), size=count)
+            return _draw_below(len(self._links), count, random)
         found: list[Array] = []
         missing = count
         for _ in range(TRIES):
@@ -71,14 +71,14 @@ class Starts:
 
     def _draw_any(self, count: int, random: np.random.Generator) -> Array:
         if self._tree is None:
-            return random.integers(len(self._links), size=count)
+            return _draw_below(len(self._links), count, random)
         rows = self._tree.draw(random.random(count))
         return rows[self._tree.weights[rows] > 0.0]  # by rounding others can be among them
 
     def _draw_listed(self, count: int, wanted: Wanted, random: np.random.Generator) -> Array:
         starts = self.all(wanted)
         if self._tree is None:
-            return starts[random.integers(len(starts), size=count)]
+            return starts[_draw_below(len(starts), count, random)]
         sums = self._tree.weights[starts].cumsum()
         places = sums.searchsorted(random.random(count) * sums[-1], side="right")
         drawn: Array = starts[np.minimum(places, len(sums) - 1)]
@@ -120,3 +120,11 @@ class Starts:
     def _require_rows(self) -> None:
         if not len(self._links):
             raise WindowError("cannot sample, as the ReplayBuffer is empty; call extend() first")
+
+
+def _draw_below(bound: int, count: int, random: np.random.Generator) -> Array:
+    """Numbers below `bound`, int64 [count], in half the time of `Generator.integers` for a batch.
+
+    A number below 1 has 53 bits, and times a bound below 2 ** 52 is never rounded up to it.
+    """
+    return (random.random(count) * bound).astype(np.int64)

@@ -8,6 +8,7 @@ import pickle
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from tensordict import NonTensorStack, TensorDict
 from gymtask import MultiReplaySamples, Prioritization, ReplayBuffer, ReplayDataset
 from gymtask.errors import ConfigurationError, ReplayError, WindowError
 from gymtask.replay import storage
+from gymtask.replay.starts import Wanted
 from tests.replay_model import OBSERVATIONS, piece
 
 
@@ -222,6 +224,43 @@ class TestWindows:
     def test_padding_leaves_long_trajectories_whole_windows_only(self) -> None:
         buffer = filled(piece(0, 0, zeros(5), ""))
         assert first_observations(buffer.sample(100, 2, 3, pad=True)) == {0, 1}
+
+
+class TestWholeWindows:
+    """Windows that are copied as one piece of memory are those that are read row by row."""
+
+    @pytest.mark.parametrize("num_rows", [17, 24, 41])  # not full, full, and round the seam
+    @pytest.mark.parametrize("width", [2, 3, 5])
+    def test_they_hold_what_rows_read_one_by_one_hold(self, num_rows: int, width: int) -> None:
+        buffer = ReplayBuffer(24, seed=0)
+        ends, added, trajectory = cycle(["terminated", "cut", "truncated"]), 0, 0
+        while added < num_rows:
+            length = min(4 + trajectory % 3, num_rows - added)
+            buffer.extend(piece(trajectory, 0, zeros(length), next(ends)))
+            added, trajectory = added + length, trajectory + 1
+        reader = buffer._ring.reader(buffer._reading)
+        starts = buffer._starts.all(Wanted(width))
+        whole = np.array([s for s in starts if reader.lie_whole(np.array([s]), width)])
+        assert len(starts) - len(whole) <= width
+        rows = buffer._ring.links.follow(whole, range(width))
+        expected = reader.read(rows, consecutive=False)
+        got = reader.read_whole(whole, width)
+        assert set(got.keys(True, True)) == set(expected.keys(True, True))
+        for key in got.keys(True, True):
+            assert got[key].dtype == expected[key].dtype
+            assert torch.equal(got[key], expected[key]), key
+
+    def test_an_observation_that_is_changed_leaves_the_next_one_as_it_is(self) -> None:
+        batch = filled(piece(0, 0, zeros(50), "terminated")).sample(30, 4)
+        before = batch["next", "observation"].clone()
+        batch["observation"].zero_()
+        assert torch.equal(batch["next", "observation"], before)
+
+    def test_rows_that_lie_apart_are_not_read_as_one_piece(self) -> None:
+        buffer = filled(piece(0, 0, zeros(30), "cut"), piece(1, 0, zeros(30), "cut"))
+        buffer.extend([piece(0, 30, zeros(9), "terminated"), piece(1, 30, zeros(9), "terminated")])
+        reader = buffer._ring.reader(buffer._reading)
+        assert not reader.lie_whole(np.array([0, 5]), 4)
 
 
 class TestNextValues:
