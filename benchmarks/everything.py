@@ -33,6 +33,7 @@ SCRIPTS = {
     "vector_step.py": "--seconds 0.4",
     "replay.py": "--seconds 0.4",
     "memory.py": "",
+    "update.py": "--seconds 1",
 }
 TABLES = (
     "collect_cartpole_8",
@@ -53,6 +54,8 @@ TABLES = (
     "memory",
     "learning_wall",
     "learning_curves",
+    "update_plain",
+    "update_fused",
 )
 
 

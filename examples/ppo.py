@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any
 
 import gymnasium as gym
 import torch
@@ -22,9 +21,7 @@ from torch.distributions import Categorical, Distribution, Independent, Normal
 from torch.optim import Adam, Optimizer, lr_scheduler
 
 import gymtask
-
-Space: TypeAlias = "gym.Space[Any]"
-Output: TypeAlias = "tuple[Distribution, Tensor]"
+from gymtask.config import DataLoaderConfig, DatasetConfig, EnvironmentConfig
 
 
 @dataclass
@@ -46,18 +43,14 @@ class PPOConfig(gymtask.ReinforcementLearningTaskConfig):
     normalize_observation: bool = True  # [c 6, c 7] If actions and observations are float Boxes.
     normalize_reward: bool = True  # [c 8, c 9] Under the same condition.
     # [1] Eight environments; actions outside a Box are clipped for the environment alone [c 5].
-    environment: gymtask.EnvironmentConfig = field(
-        default_factory=lambda: gymtask.EnvironmentConfig(
-            num_envs=8, env_worker_mode="sync", env_seed=1, action_clip=True
-        )
-    )
+    environment: EnvironmentConfig = field(default_factory=lambda: EnvironmentConfig(
+        num_envs=8, env_worker_mode="sync", env_seed=1, action_clip=True
+    ))  # fmt: skip
     # [6] 16 minibatches of 256 are 4 passes over the 1024 rows of a collection.
-    dataset: gymtask.DatasetConfig = field(
-        default_factory=partial(gymtask.DatasetConfig, num_update_steps=16, replacement=False)
+    dataset: DatasetConfig = field(
+        default_factory=lambda: DatasetConfig(num_update_steps=16, replacement=False)
     )
-    train_dl: gymtask.DataLoaderConfig = field(
-        default_factory=partial(gymtask.DataLoaderConfig, batch_size=256)
-    )
+    train_dl: DataLoaderConfig = field(default_factory=lambda: DataLoaderConfig(batch_size=256))
 
 
 @dataclass
@@ -65,13 +58,11 @@ class Arguments:
     """The command line."""
 
     task: Annotated[PPOConfig, tyro.conf.arg(name="")] = field(default_factory=PPOConfig)
-    trainer: gymtask.TrainerConfig = field(
-        default_factory=lambda: gymtask.TrainerConfig(
-            sampling=gymtask.SamplingConfig(num_epoch_samples=1024),
-            clip_grad_norm=0.5,  # [11]
-            checkpoint_interval=20,
-        )
-    )
+    trainer: gymtask.TrainerConfig = field(default_factory=lambda: gymtask.TrainerConfig(
+        sampling=gymtask.SamplingConfig(num_epoch_samples=1024),
+        clip_grad_norm=0.5,  # [11]
+        checkpoint_interval=20,
+    ))  # fmt: skip
     resume: str | None = None  # A checkpoint, a run directory, or "auto", to go on with.
     clip: bool = True  # Whether to film the trained policy.
 
@@ -85,7 +76,7 @@ def network(inputs: int, hidden: int, outputs: int, last_std: float) -> nn.Seque
     return nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2])
 
 
-def features(space: Space, value: Any) -> Tensor:
+def features(space: gym.Space[Any], value: Any) -> Tensor:
     """An observation as floats [..., flatdim(space)], as Gymnasium flattens it."""
     if isinstance(space, (gym.spaces.Dict, gym.spaces.Tuple)):
         parts = space.items() if isinstance(space, gym.spaces.Dict) else enumerate(space)
@@ -103,7 +94,7 @@ def features(space: Space, value: Any) -> Tensor:
 class ActorCritic(nn.Module):
     """[13] Policy and value in two networks of two tanh layers each."""
 
-    def __init__(self, observation_space: Space, action_space: Space, hidden: int) -> None:
+    def __init__(self, observation_space: Any, action_space: Any, hidden: int) -> None:
         super().__init__()
         if not isinstance(action_space, (gym.spaces.Discrete, gym.spaces.Box)):
             raise ValueError(f"the action space must be Discrete or a Box, got {action_space}")
@@ -115,13 +106,18 @@ class ActorCritic(nn.Module):
         # [c 2] No function of the state; [c 3] an action's parts are independent.
         self.log_std = nn.Parameter(torch.zeros(self.action_shape), requires_grad=not self.discrete)
 
+    def run(self, layers: nn.Sequential, observation: Any) -> Tensor:
+        seen = features(self.space, observation)  # of windows, [B, W, n]; layers like [B, n] best
+        output: Tensor = layers(seen.reshape(-1, seen.shape[-1]))
+        return output.view(*seen.shape[:-1], -1)
+
     def policy(self, observation: Any) -> Tensor:
         """Logits [..., n], or the mean of the action [..., *shape]."""
-        output = self.actor(features(self.space, observation))
+        output = self.run(self.actor, observation)
         return output if self.discrete else output.unflatten(-1, self.action_shape)
 
     def value(self, observation: Any) -> Tensor:
-        return self.critic(features(self.space, observation)).squeeze(-1)
+        return self.run(self.critic, observation).squeeze(-1)
 
     def distribution(self, output: Tensor) -> Distribution:
         if self.discrete:
@@ -129,7 +125,7 @@ class ActorCritic(nn.Module):
         normal = Normal(output, self.log_std.exp(), validate_args=False)  # [c 1]
         return Independent(normal, len(self.action_shape), validate_args=False)
 
-    def forward(self, observation: Any) -> Output:
+    def forward(self, observation: Any) -> tuple[Distribution, Tensor]:
         return self.distribution(self.policy(observation)), self.value(observation)
 
 
@@ -156,8 +152,7 @@ class PPO(gymtask.ReinforcementLearningTask[PPOConfig, ActorCritic]):
         return ActorCritic(*self.spaces, self.config.hidden)
 
     def get_optimizers(self, model: ActorCritic) -> Optimizer:
-        trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
-        return Adam(trained, lr=self.config.learning_rate, eps=1e-5)  # [3]
+        return Adam(model.parameters(), lr=self.config.learning_rate, eps=1e-5, fused=True)  # [3]
 
     def get_lr_schedulers(self, optimizers: Mapping[str, Optimizer]) -> Sequence[Any]:
         def rate(_: int) -> float:  # [4] falls linearly, by what was collected before this epoch
@@ -199,24 +194,30 @@ class PPO(gymtask.ReinforcementLearningTask[PPOConfig, ActorCritic]):
             gae_lambda=self.config.gae_lambda,
             end=torch.cat([torch.arange(n) == n - 1 for n in lengths]),
         )
+        unexplained = rows["advantage"].var(correction=0) / rows["value_target"].var(correction=0)
+        self.log("explained_variance", 1 - unexplained)  # [12] an advantage is target - value
         return list(rows.split(lengths))
 
-    def run_model(self, model: ActorCritic, batch: TensorDict, state: gymtask.State) -> Output:
+    def run_model(self, model: ActorCritic, batch: TensorDict, state: gymtask.State) -> Any:
         return model(batch["observation"])
 
     def compute_loss(
-        self, model: ActorCritic, batch: TensorDict, state: gymtask.State, output: Output
+        self, model: ActorCritic, batch: TensorDict, state: gymtask.State, output: Any
     ) -> dict[str, Tensor]:
         distribution, value = output
         clip, advantage = self.config.clip_coef, batch["advantage"]
-        ratio = (distribution.log_prob(batch["action"]) - batch["log_prob"]).exp()
+        log_ratio = distribution.log_prob(batch["action"]) - batch["log_prob"]
+        ratio = log_ratio.exp()
+        clipped = ratio.clamp(1 - clip, 1 + clip)
         if advantage.numel() > 1:  # [7] within the minibatch; one row alone has no deviation
             advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
-        surrogate = torch.min(advantage * ratio, advantage * ratio.clamp(1 - clip, 1 + clip))  # [8]
+        surrogate = torch.min(advantage * ratio, advantage * clipped)  # [8]
         old, target = batch["state_value"], batch["value_target"]
         error = (value - target) ** 2
         if self.config.clip_value:  # [9]
             error = torch.max(error, (old + (value - old).clamp(-clip, clip) - target) ** 2)
+        self.log("kl", (ratio - 1 - log_ratio).mean())  # [12] http://joschu.net/blog/kl-approx.html
+        self.log("clip_fraction", (ratio != clipped).float().mean())
         return {  # [10] one loss of all three
             "policy": -surrogate.mean(),
             "value": self.config.value_coef * 0.5 * error.mean(),
@@ -234,7 +235,7 @@ def main() -> None:
     trainer = gymtask.Trainer(arguments.trainer)
     state = trainer.train(task, model, resume=arguments.resume)
     print(f"{state.num_samples} steps in {state.elapsed_time:.0f} s, until {trainer.stopped_by}")
-    print(f"run directory: {trainer.run_dir}")
+    print(f"metrics, learning curve, checkpoints and clips: {trainer.run_dir}")
     if trainer.stopped_by in ("SIGINT", "SIGTERM"):
         return  # --resume and the run directory go on
     for optimal in (True, False):  # in fresh environments, with seeds that were not trained on
@@ -243,7 +244,6 @@ def main() -> None:
         print(f"mean return over 100 episodes, {'greedy' if optimal else 'sampled'}: {mean:.1f}")
     if arguments.clip and trainer.run_dir is not None:
         task.sample_clip(save_path=trainer.run_dir / "clips" / "final.mp4", model=model)
-        print(f"clip: {trainer.run_dir / 'clips' / 'final.mp4'}")
 
 
 if __name__ == "__main__":

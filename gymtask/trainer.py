@@ -55,8 +55,9 @@ class Trainer:
     Gradient steps for each transition are `dataset.num_update_steps` / `num_epoch_samples`. Where
     epochs are short, set the intervals of logging and checkpoints accordingly: they are in epochs.
 
-    `model` is the bare module, `module` Fabric's wrapper around it. Both are in train mode, which
-    is set once at the start, except while the model acts.
+    `model` is the bare module, `module` Fabric's wrapper around it, where there is anything for it
+    to do (several processes, mixed precision), else the same. It is in train mode, which is set
+    once at the start, except while it acts.
 
     The limits are those of the task's config; a run without any goes on until it is told to stop.
 

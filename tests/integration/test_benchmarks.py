@@ -151,6 +151,13 @@ def read(folder: Path, stem: str) -> dict[str, Any]:
             "frames alone",
             ["gymtask frame_stack=4"],
         ),
+        (
+            "update.py",
+            "update_fused",
+            "--seconds 0.2 --only",
+            "by hand",
+            ["gymtask.Trainer"],
+        ),
     ],
 )
 def test_a_benchmark_leaves_figures_of_every_candidate(
@@ -306,6 +313,7 @@ everything.main([])
         ("vector_step.py", {"--num-envs": "64", "--workers": "2"}),
         ("replay.py", {"--num-rows": "1000000", "--seconds": "0.4"}),
         ("memory.py", {"--num-frames": "100000", "--rounds": "5"}),
+        ("update.py", {"--seconds": "2.0", "--rounds": "5"}),
         ("larger_than_memory.py", {"--gigabytes": "30.0", "--seconds": "30.0"}),
         ("everything.py", {"--rounds": "5"}),
     ],
