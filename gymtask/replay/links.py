@@ -100,14 +100,7 @@ class Links:
         start = number % self.capacity
         if start + count <= self.capacity:
             return slice(start, start + count)
-        return self._ring(start, count)
-
-    def _ring(self, start: int, count: int) -> Array:
-        """So many places from `start` on, int64 [count]; after the last comes the first."""
-        places = np.arange(start, start + count)
-        if start + count > self.capacity:
-            places %= self.capacity
-        return places
+        return np.arange(start, start + count) % self.capacity
 
     def evict(self, count: int) -> None:
         """Forgets the oldest rows, so that there is room for `count` new ones."""
@@ -117,7 +110,8 @@ class Links:
         oldest = self.num_added - len(self)
         rows = self._places(oldest, num_evicted)
         following, chains, places = self.successor[rows], self.chain[rows], self.place[rows]
-        last = (following >= self.capacity).nonzero()[0]
+        ended = self.is_last[rows]
+        last = ended.nonzero()[0]
         if len(last):  # with the last row of a chain the others are gone, too
             self._free_slots += (following[last] - self.capacity).tolist()
             self._free_chains += chains[last].tolist()
@@ -132,7 +126,7 @@ class Links:
             # Of one chain the rows come in order, and of several values for one place numpy keeps
             # the last.
             self.first[chains] = places + 1
-            goes_on = (following < self.capacity).nonzero()[0]
+            goes_on = (~ended).nonzero()[0]
             linked = following[goes_on]
             self._num_jumps -= int((linked != (oldest + 1 + goes_on) % self.capacity).sum())
             self.predecessor[linked] = NOBODY
@@ -146,9 +140,11 @@ class Links:
         before, count = pieces[0].first, pieces[-1].last + 1 - pieces[0].first
         start = self.num_added % self.capacity
         rows = self._places(start, count)
-        self.successor[rows] = self._ring(start + 1, count)
+        around = np.arange(start - 1, start + count + 1)  # and the rows on both sides
+        if start == 0 or start + count >= self.capacity:  # a remainder takes longer than the rest
+            around %= self.capacity
+        self.successor[rows], self.predecessor[rows] = around[2:], around[:-2]
         self.is_last[rows] = False
-        self.predecessor[rows] = self._ring(start + self.capacity - 1, count)
         self.num_added += count
         return rows, [self._add(piece, start + piece.first - before) for piece in pieces]
 
