@@ -31,7 +31,7 @@ PENDING = {  # what is waited for after an order
 GATHER_LIMIT = 1.0  # seconds after a failure in which those of other workers are collected
 
 
-class CrewVectorEnv(AsyncVectorEnv[Any, Any]):
+class CrewVectorEnv(AsyncVectorEnv):  # no [...]: Gymnasium 1.2 has none
     """An AsyncVectorEnv whose environments a `Crew` runs; without one, Gymnasium's own.
 
     Attributes:

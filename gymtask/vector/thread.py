@@ -34,7 +34,7 @@ CLOSE_LIMIT = 5.0  # seconds that threads get to finish
 Job = Callable[[], Any]
 
 
-class ThreadVectorEnv(SyncVectorEnv[Any, Any]):
+class ThreadVectorEnv(SyncVectorEnv):  # no [...]: Gymnasium 1.2 has none
     """A SyncVectorEnv stepped by daemon threads, each environment always in the same one.
 
     It pays where environments let go of the interpreter's lock. An environment is made, stepped,
