@@ -50,9 +50,10 @@ def main() -> None:
                 torch.stack(list(losses.values())).sum().backward()
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
                 optimizer.step()
+            kl = task.take_logged()["kl"]  # and what else ppo.py logs
             if samples.episodes:
                 mean = statistics.fmean(episode.episode_return for episode in samples.episodes)
-                print(f"{num_samples:7d} steps: mean return {mean:.1f}")
+                print(f"{num_samples:7d} steps: mean return {mean:.1f}, KL {kl:.4f}")
     episodes = gymtask.evaluate(task, model, num_episodes=100)
     greedy = statistics.fmean(episode.episode_return for episode in episodes)
     print(f"mean return over 100 episodes: {greedy:.1f} greedy")

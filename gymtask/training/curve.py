@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import math
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -22,7 +21,7 @@ class LearningCurve:
 
     Args:
         run_dir: Holds both files.
-        interval: Seconds between two drawings at least, unless forced.
+        interval: Seconds between two drawings at least, and before the first one, unless forced.
 
     Attributes:
         drawn: Whether it was drawn before.
@@ -32,7 +31,7 @@ class LearningCurve:
         self._run_dir = run_dir
         self._interval = interval
         self.drawn = False
-        self._last = -math.inf
+        self._last = time.monotonic()
         self._possible = importlib.util.find_spec("matplotlib") is not None
         if not self._possible:
             logger.info("no %s is drawn: pip install matplotlib", CURVE_FILE)

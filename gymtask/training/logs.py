@@ -42,6 +42,7 @@ class Statistics:
 
     def __init__(self) -> None:
         self.recent: deque[float] = deque(maxlen=NUM_RECENT)
+        self._began = time.perf_counter()
         self._clear()
 
     def _clear(self) -> None:
@@ -51,6 +52,10 @@ class Statistics:
         self._seconds = dict.fromkeys(("collect", "train", "eval"), 0.0)
         self._num_samples = 0
         self._num_dropped = 0
+
+    def begin(self) -> None:
+        """Lets the time of the first row begin now."""
+        self._began = time.perf_counter()
 
     def add_collection(
         self, episodes: Sequence[EpisodeRecord], num_samples: int, num_dropped: int
@@ -84,9 +89,13 @@ class Statistics:
 
         Returns:
             Counters; count, mean, minimum and maximum of returns and lengths; means of losses and
-            gradient norms; learning rates; samples a second; seconds. What there is nothing to say
-            about (no episode ended) is left out.
+            gradient norms; learning rates; samples a second of collection and training; seconds,
+            and which share of all time since the last row they are (what is left went into logs,
+            clips and checkpoints). What there is nothing to say about (no episode ended) is left
+            out.
         """
+        now = time.perf_counter()
+        whole, self._began = now - self._began, now
         counters = asdict(state)
         del counters["phase"]
         spent = self._seconds["collect"] + self._seconds["train"]
@@ -101,6 +110,7 @@ class Statistics:
             **learning_rates,
             "samples_per_second": self._num_samples / spent if spent else 0.0,
             **{f"seconds/{what}": seconds for what, seconds in self._seconds.items()},
+            **{f"time_share/{what}": part / whole for what, part in self._seconds.items()},
         }
         self._clear()
         return row

@@ -22,6 +22,7 @@ from gymtask.training import checkpoint
 from gymtask.training.config import TrainerConfig, longest_piece
 from gymtask.training.curve import LearningCurve
 from gymtask.training.evaluation import run_evaluation
+from gymtask.training.films import film
 from gymtask.training.keeping import Keeper
 from gymtask.training.limits import Limits
 from gymtask.training.logs import Progress, Statistics, make_loggers
@@ -165,6 +166,7 @@ class Run:
     def train(self) -> str:
         """Runs epochs until there is a reason to stop, saves, and returns the reason."""
         self._limits.begin()
+        self._statistics.begin()
         self._pool.interrupt = self._limits.is_called_off
         self._num_samples_before = self.state.num_samples
         self._logged = self.state.num_epochs
@@ -184,9 +186,7 @@ class Run:
             self._log()
         if self._config.checkpoint_interval is not None:
             self._save()
-        # The first drawing may take seconds.
-        if self._ranks.is_first and (self._curve.drawn or not self._requests.signal):
-            self._curve.draw(force=True)
+        self._draw(force=True)
         return reason
 
     def _reason_to_stop(self) -> str | None:
@@ -222,7 +222,8 @@ class Run:
         self._task.on_epoch_start(self._model, state)
         wanted = self._limits.num_wanted(self._config.sampling.num_epoch_samples)
         samples = self._collect(wanted)
-        dataset = None if samples is None else self._dataset(samples, wanted)
+        with self._statistics.timed("train"):
+            dataset = None if samples is None else self._dataset(samples, wanted)
         if dataset is None:
             return
         state.phase = "train"
@@ -238,8 +239,6 @@ class Run:
         state.elapsed_time = self._limits.elapsed_time
         if self._is_due(self._config.checkpoint_interval) or self._has_best_evaluation():
             self._save()
-            if self._ranks.is_first:
-                self._curve.draw()
         self._progress.show(state, self._statistics.recent)
 
     def _is_due(self, interval: int | None) -> bool:
@@ -337,10 +336,7 @@ class Run:
     def _film(self) -> None:
         if not self._ranks.is_first or self._limits.is_called_off():
             return
-        path = self._run_dir / "clips" / f"epoch-{self.state.num_epochs:06d}.mp4"
-        path.parent.mkdir(exist_ok=True)
-        with checkpoint.preserved_rng():
-            self._task.sample_clip(save_path=path, model=self._model)
+        film(self._task, self._model, self._run_dir, self.state, self._loggers)
 
     def _log(self) -> None:
         self.state.elapsed_time = self._limits.elapsed_time
@@ -349,6 +345,12 @@ class Run:
         for log in self._loggers:
             log.log_metrics(row, self.state.num_samples)
         self._logged = self.state.num_epochs
+        self._draw()
+
+    def _draw(self, *, force: bool = False) -> None:
+        # The first drawing may take seconds.
+        if self._ranks.is_first and (self._curve.drawn or not self._requests.signal):
+            self._curve.draw(force=force)
 
     def _save(self) -> None:
         name = checkpoint.checkpoint_name(self.state.num_epochs, self.state.num_samples)

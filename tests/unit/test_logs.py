@@ -31,12 +31,11 @@ def test_a_row_tells_of_everything_since_the_last_one() -> None:
     statistics.add_updates({"loss": [6.0]})
     statistics.add_evaluation([episode(7.0, 1), episode(9.0, 3)])
     row = statistics.take_row(State(num_epochs=2, num_samples=12), {"learning_rate": 0.5})
-    times = {name: row.pop(name) for name in list(row) if "second" in name}
+    times = {name: row.pop(name) for name in list(row) if "second" in name or "time_" in name}
     assert list(times) == [
         "samples_per_second",
-        "seconds/collect",
-        "seconds/train",
-        "seconds/eval",
+        *(f"seconds/{what}" for what in ("collect", "train", "eval")),
+        *(f"time_share/{what}" for what in ("collect", "train", "eval")),
     ]
     assert row == {
         "num_epochs": 2,
@@ -76,6 +75,23 @@ def test_a_row_starts_anew_but_for_the_last_hundred_episodes() -> None:
     assert "episode/return_mean" not in row
     assert "eval/count" not in row
     assert row["episode/return_mean_100"] == sum(range(50, 150)) / 100
+
+
+def test_shares_are_of_all_time_since_the_last_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    statistics = Statistics()
+    now[0] = 200.0
+    statistics.begin()
+    for what, seconds in (("collect", 2.0), ("train", 5.0), ("eval", 1.0)):
+        with statistics.timed(what):
+            now[0] += seconds
+    now[0] += 2.0  # of logs and checkpoints
+    for _ in range(2):
+        row = statistics.take_row(State(), {})
+        found = [row[f"time_share/{what}"] for what in ("collect", "train", "eval")]
+        assert found == ([0.2, 0.5, 0.1] if now[0] == 210.0 else [0.0, 0.0, 0.0])
+        now[0] += 1.0
 
 
 # ---- the file ------------------------------------------------------------------------------------
@@ -151,16 +167,22 @@ def log_two_rows(run_dir: Path) -> None:
 
 def test_the_curve_is_a_picture(tmp_path: Path) -> None:
     log_two_rows(tmp_path)
-    LearningCurve(tmp_path).draw()
+    LearningCurve(tmp_path, interval=0.0).draw()
     assert (tmp_path / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
     assert not list(tmp_path.glob(".tmp-*"))
 
 
-def test_the_curve_is_not_drawn_again_before_its_time_unless_forced(tmp_path: Path) -> None:
+def test_the_curve_is_drawn_from_time_to_time_and_whenever_forced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     log_two_rows(tmp_path)
-    curve = LearningCurve(tmp_path)
-    curve.draw()
-    (tmp_path / "learning_curve.png").unlink()
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    curve = LearningCurve(tmp_path, interval=30.0)
+    for now[0], drawn in ((29.0, False), (31.0, True), (60.0, False), (62.0, True)):
+        curve.draw()
+        assert (tmp_path / "learning_curve.png").exists() == drawn
+        (tmp_path / "learning_curve.png").unlink(missing_ok=True)
     curve.draw()
     assert not (tmp_path / "learning_curve.png").exists()
     curve.draw(force=True)
