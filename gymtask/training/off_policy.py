@@ -110,16 +110,26 @@ class Replay:
 
     # ---- in checkpoints --------------------------------------------------------------------------
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, *, is_awaited: bool = False) -> None:
         """Writes it into a checkpoint that is being written.
+
+        Args:
+            folder: Of the checkpoint.
+            is_awaited: Whether somebody waits for the run to end, and is told what it waits for.
 
         Raises:
             ReplayError: The disk is full, or cannot be written.
         """
-        began = time.monotonic()
-        self.buffer.save(folder / self._folder)
+        began, number = time.monotonic(), len(self.buffer)
+        level = logging.WARNING if is_awaited else logging.INFO
+        if is_awaited:
+            logger.log(level, "writing %d transitions of replay, which may take a while", number)
+        path = folder / self._folder
+        self.buffer.save(path)
         seconds = time.monotonic() - began
-        logger.info("wrote %d transitions of replay in %.1f s", len(self.buffer), seconds)
+        megabytes = sum(each.stat().st_size for each in path.rglob("*") if each.is_file()) / 1e6
+        message = "wrote %d transitions of replay (%.1f MB) in %.1f s"
+        logger.log(level, message, number, megabytes, seconds)
 
     def restore(self, folder: Path) -> None:
         """Takes it up from a checkpoint.

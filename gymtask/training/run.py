@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Self
@@ -15,7 +16,7 @@ import yaml
 from lightning_fabric.loggers.logger import Logger
 from torch import Tensor, nn
 
-from gymtask.errors import CollectionInterrupted, HookError, WindowError
+from gymtask.errors import CollectionInterrupted, WindowError
 from gymtask.replay import MultiReplaySamples
 from gymtask.task import ReinforcementLearningTask, State
 from gymtask.training import checkpoint
@@ -32,7 +33,7 @@ from gymtask.training.run_dir import find_start, make_run_dir, run_dir_of
 from gymtask.training.setup import check_fit, make_fabric
 from gymtask.training.snapshot import Snapshot, plain_configs
 from gymtask.training.stopping import StopRequests
-from gymtask.training.updates import Updater, check_finite
+from gymtask.training.updates import Updater, check_finite, endless
 
 STOP_TIMEOUT = 2.0
 """Seconds that environments get to close, at most, after a signal."""
@@ -292,7 +293,7 @@ class Run:
         state, first_step = self.state, self.state.num_steps
         values: dict[str, list[Tensor]] = {}
         with self._statistics.timed("train"):
-            batches = _endless(dataset)
+            batches = endless(dataset)
             while True:
                 several = list(islice(batches, self._config.accumulate_grad_batches))
                 if self._fabric.device.type != "cpu":
@@ -363,7 +364,9 @@ class Run:
             self._keeper.best = (score, name)
         self._snapshot.best = self._keeper.best
         files = self._snapshot.take(self._pool)
-        self._keeper.save(name, files, None if replay is None else replay.save)
+        is_awaited = self._requests.signal is not None
+        save = None if replay is None else partial(replay.save, is_awaited=is_awaited)
+        self._keeper.save(name, files, save)
 
     def _has_best_evaluation(self) -> bool:
         """Whether an evaluation has just been the best, which is worth a checkpoint of its own."""
@@ -382,17 +385,3 @@ class Run:
             return sum(recent) / len(recent) if recent else None
         is_new = self._evaluated_at == self.state.num_epochs
         return self._snapshot.last_evaluation if is_new else None
-
-
-def _endless(dataset: Iterable[Any]) -> Iterator[Any]:
-    """Batches of one pass after another.
-
-    Raises:
-        HookError: A pass gave none.
-    """
-    while True:
-        batch = None
-        for batch in dataset:
-            yield batch
-        if batch is None:
-            raise HookError("`build_rl_dataset` must give at least one batch, got none")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from inspect import ismethod
 from typing import Any
 
@@ -305,3 +305,17 @@ def check_finite(numbers: Mapping[str, Sequence[float]], first_step: int, num_up
                     f"`{name}` must be finite, got {listed[place]} in update "
                     f"{first_step + place} (counted from 0)"
                 )
+
+
+def endless(dataset: Iterable[Any]) -> Iterator[Any]:
+    """Batches of one pass after another.
+
+    Raises:
+        HookError: A pass gave none.
+    """
+    while True:
+        batch = None
+        for batch in dataset:
+            yield batch
+        if batch is None:
+            raise HookError("`build_rl_dataset` must give at least one batch, got none")
