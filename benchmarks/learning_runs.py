@@ -120,7 +120,8 @@ def run_example(name: str, env_id: str, steps: int, seed: int, run_dir: Path) ->
     episodes = read_episodes(run_dir / "metrics.csv")
     played = gymtask.evaluate(task, model, num_episodes=NUM_EPISODES, num_envs=10)
     settings = {"task": asdict(config), "trainer": asdict(trainer_config)}
-    settings["trainer"]["run_dir"] = None  # is of no interest elsewhere
+    # Not what all seeds have in common.
+    del settings["trainer"]["run_dir"], settings["task"]["environment"]["env_seed"]
     return record(episodes, steps, seconds, [each.episode_return for each in played], settings)
 
 

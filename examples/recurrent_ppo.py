@@ -232,10 +232,10 @@ def main() -> None:
     model = task.get_model()
     trainer = gymtask.Trainer(arguments.trainer)
     state = trainer.train(task, model, resume=arguments.resume)
+    if trainer.rank or trainer.stopped_by in ("SIGINT", "SIGTERM"):
+        return  # of several processes the first one tells; what was stopped, --resume goes on with
     print(f"{state.num_samples} steps in {state.elapsed_time:.0f} s, until {trainer.stopped_by}")
     print(f"run directory: {trainer.run_dir}")
-    if trainer.stopped_by in ("SIGINT", "SIGTERM"):
-        return  # --resume and the run directory go on
     for optimal in (True, False):  # in fresh environments, with seeds that were not trained on
         episodes = gymtask.evaluate(task, model, num_episodes=100, optimal=optimal)
         mean = statistics.fmean(each.episode_return for each in episodes)

@@ -103,6 +103,8 @@ class Trainer:
             learning_curve.png, checkpoints/, clips/.
         stopped_by: What ended it: "max_epochs", "max_steps", "max_samples", "max_seconds",
             "target_return", "SIGINT" or "SIGTERM".
+        rank: Number of this process among those of the last run, from 0. What comes after training,
+            such as an evaluation, is best left to the first one.
 
     Raises:
         ConfigurationError: Fields break their rules; all of them are named.
@@ -122,6 +124,7 @@ class Trainer:
             )
         self.run_dir: Path | None = None
         self.stopped_by: str | None = None
+        self.rank = 0
 
     def train(
         self,
@@ -160,6 +163,7 @@ class Trainer:
             StopRequests() as requests,
             Run(self.config, task, model, requests, self.loggers) as run,
         ):
+            self.rank = run.rank
             self.run_dir = run.start(resume)
             self.stopped_by = run.train()
         return run.state

@@ -85,6 +85,11 @@ class Run:
     def __exit__(self, *error: Any) -> None:
         self._stack.__exit__(*error)
 
+    @property
+    def rank(self) -> int:
+        """Number of this process."""
+        return self._ranks.rank
+
     # ---- start and end ---------------------------------------------------------------------------
 
     def start(self, resume: str | Path | None) -> Path:
@@ -175,11 +180,11 @@ class Run:
         first_epoch = self.state.num_epochs
         while (reason := self._reason_to_stop()) is None:
             self._epoch()
-        if first_epoch and first_epoch == self.state.num_epochs:
+        if first_epoch and first_epoch == self.state.num_epochs and self._ranks.is_first:
             logger.warning(
                 "nothing was done: the run in %s has reached %s already", self._run_dir, reason
             )
-        if self._requests.signal is not None:
+        if self._requests.signal is not None and self._ranks.is_first:
             logger.warning("stopped by %s; everything is in %s", reason, self._run_dir)
         self._count_samples()
         self._progress.show(self.state, self._statistics.recent)
