@@ -284,13 +284,14 @@ def _newest_good(run_dir: Path) -> Path | None:
 
 
 def tidy(run_dir: Path, resumed: Path | None) -> None:
-    """Deletes half-written checkpoints, and sets those aside that are newer than the resumed one.
+    """Deletes what was half-written, and sets aside what is newer than the resumed checkpoint.
 
-    Those belong to a future that this run will not have; they are renamed to "superseded-...".
+    Such checkpoints belong to a future that this run will not have; they are renamed to
+    "superseded-...".
     """
-    checkpoints = run_dir / FOLDER
-    # Half-written ones, and in whole ones a replay that was being deleted.
-    for leftover in [*checkpoints.glob(f"{TEMPORARY}*"), *checkpoints.glob(f"*/{TEMPORARY}*")]:
+    # Curves, clips and checkpoints; in whole checkpoints a replay that was being deleted.
+    folders = ("", "clips/", f"{FOLDER}/", f"{FOLDER}/*/")
+    for leftover in [path for each in folders for path in run_dir.glob(f"{each}{TEMPORARY}*")]:
         if leftover.is_dir():
             shutil.rmtree(leftover)
         else:

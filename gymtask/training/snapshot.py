@@ -75,8 +75,21 @@ class Snapshot:
         Raises:
             CheckpointError: The state of a module, an optimizer or a schedule is no plain value.
         """
+        rank = {"rng": rng_state(), "pool": pool.state_dict(), "episodes": open_episodes(pool)}
+        files = {rank_file(self.ranks.rank): rank}
+        if self.ranks.is_first:
+            files[STATE_FILE] = self._content(pool)
+        else:  # its buffers may tell of environments of its own
+            rank["task"] = self.task.state_dict()
+        return {
+            file: {name: to_plain(value, name) for name, value in values.items()}
+            for file, values in files.items()
+        }
+
+    def _content(self, pool: WorkerPool) -> dict[str, Any]:
+        """What all processes have alike."""
         task, updater = self.task, self.updater
-        content = {
+        return {
             "format": FORMAT,
             "name": task.config.name,
             "task_class": _import_path(type(task)),
@@ -97,16 +110,6 @@ class Snapshot:
             "num_clips": task.num_clips,
             "config": plain_configs(self.config, task),
             "environment": _describe(pool.workers[0].maker),
-        }
-        rank = {"rng": rng_state(), "pool": pool.state_dict(), "episodes": open_episodes(pool)}
-        if not self.ranks.is_first:  # its buffers may tell of environments of its own
-            rank["task"] = content["task"]
-        files = {rank_file(self.ranks.rank): rank}
-        if self.ranks.is_first:
-            files[STATE_FILE] = content
-        return {
-            file: {name: to_plain(value, name) for name, value in values.items()}
-            for file, values in files.items()
         }
 
     def check(self, saved: Mapping[str, Any], num_envs: int) -> None:
@@ -144,7 +147,8 @@ class Snapshot:
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Takes up all parts but the pool and the random generators.
 
-        A warning tells where a task of another class goes on.
+        A warning tells where a task of another class goes on, and where another learning rate is
+        asked for than the optimizer goes on with.
 
         Raises:
             CheckpointError: An optimizer has other groups of parameters than were saved.
@@ -159,6 +163,7 @@ class Snapshot:
                 optimizer.load_state_dict(saved["optimizers"][name])
             except ValueError as error:
                 raise CheckpointError(f"optimizer {name!r} is another one: {error}") from error
+        self._compare_learning_rates(saved)
         for scheduler, state in zip(self.updater.schedulers, saved["schedulers"], strict=True):
             scheduler.load_state_dict(state)
         for name, value in saved["state"].items():
@@ -168,6 +173,17 @@ class Snapshot:
         self.best, self.last_evaluation = saved["best"], saved["last_evaluation"]
         self.task.num_evaluations = saved["num_evaluations"]
         self.task.num_clips = saved["num_clips"]
+
+    def _compare_learning_rates(self, saved: Mapping[str, Any]) -> None:
+        was = saved.get("config", {}).get("trainer", {}).get("learning_rate")
+        now = self.config.learning_rate
+        if self.updater.has_own_adam and self.ranks.is_first and was not in (None, now):
+            logger.warning(
+                "`learning_rate` is %s in the checkpoint, which the run goes on with, got %s; it is"
+                " a part of the optimizer, which get_lr_schedulers(optimizers) can change",
+                was,
+                now,
+            )
 
     def restore_rank(self, saved: Mapping[str, Any], pool: WorkerPool) -> None:
         """Takes up the place of a new pool in the run, and the random generators.

@@ -41,6 +41,7 @@ class Updater:
     Attributes:
         optimizers: By name.
         schedulers: Stepped after each update.
+        has_own_adam: Whether the task gave no optimizers.
 
     Raises:
         ConfigurationError: There is nothing to train.
@@ -63,7 +64,9 @@ class Updater:
         ranks.copy_first_(task)  # the model's are the same already
         for name in task.forward_methods:
             self._mark(model, name)
-        self.optimizers = _make_optimizers(task, model, config)
+        made = task.get_optimizers(model)
+        self.has_own_adam = made is None
+        self.optimizers = _make_optimizers(task, model, made, config)
         self._trained = [
             parameter
             for optimizer in self.optimizers.values()
@@ -75,6 +78,7 @@ class Updater:
             for name, optimizer in self.optimizers.items()
         }
         self.schedulers = _make_schedulers(task, self.optimizers)
+        self._stepping: set[str] = set()  # optimizers that have a loss in the present update
 
     def update(self, batches: Sequence[Any], state: State) -> dict[str, Tensor]:
         """Takes one step, in the direction of the mean of the losses of some batches.
@@ -90,20 +94,24 @@ class Updater:
             optimizer.zero_grad()
         # Gradients are averaged below, not by the wrapper: it takes one backward for each forward,
         # and several losses, or a parameter of the task's, are none of its business.
+        self._stepping = set()
         with self._fabric.no_backward_sync(self._module, enabled=self._ranks.size > 1):
             found = [self._differentiate(batch, state, len(batches)) for batch in batches]
         self._average_gradients()
-        values = found[0]
-        if len(found) > 1:
-            values = {name: torch.stack([one[name] for one in found]).mean() for name in values}
-        norms = {name: self._clip(name) for name in self.optimizers if name not in self._resting}
+        values = found[0] if len(found) == 1 else _means(found)
+        norms = {name: self._clip(name) for name in self.optimizers if name in self._stepping}
         self._require_finite(values["loss"], norms, state)
         for name in norms:
             self._steppers[name].step()
         for scheduler in self.schedulers:
             scheduler.step()
-        values.update(_named("grad_norm", norms))
+        values.update(self._named("grad_norm", norms))
         return values
+
+    def _named(self, kind: str, values: Mapping[str, Any]) -> dict[str, Any]:
+        """`kind` for a single optimizer, "kind/name" for each of several."""
+        single = len(self.optimizers) == 1
+        return {kind if single else f"{kind}/{name}": value for name, value in values.items()}
 
     def _differentiate(self, batch: Any, state: State, num_batches: int) -> dict[str, Tensor]:
         output = self._task.run_model(self._module, batch, state)
@@ -129,7 +137,7 @@ class Updater:
         """
         if not loss.is_cpu:
             return
-        for name, value in {"loss": loss, **_named("grad_norm", dict(norms))}.items():
+        for name, value in {"loss": loss, **self._named("grad_norm", norms)}.items():
             if not math.isfinite(value):
                 raise HookError(
                     f"`{name}` must be finite, got {float(value)} in update {state.num_steps}; the"
@@ -139,7 +147,7 @@ class Updater:
     def learning_rates(self) -> dict[str, float]:
         """The learning rate of each optimizer's first group."""
         rates = {name: float(o.param_groups[0]["lr"]) for name, o in self.optimizers.items()}
-        return _named("learning_rate", rates)
+        return self._named("learning_rate", rates)
 
     def _mark(self, model: nn.Module, method: str) -> None:
         if method == "forward" or not ismethod(getattr(model, method, None)):
@@ -154,7 +162,7 @@ class Updater:
     ) -> dict[str, Tensor]:
         """Adds the gradients of one of so many batches."""
         losses = _checked_losses(loss, self.optimizers)
-        self._resting = self.optimizers.keys() - losses.keys() if len(self.optimizers) > 1 else ()
+        self._stepping |= losses.keys() if len(self.optimizers) > 1 else self.optimizers.keys()
         total, *others = losses.values()
         for part in others:  # sum() would begin with 0, an operation more to differentiate
             total = total + part
@@ -191,11 +199,11 @@ def _parameters(optimizer: Optimizer) -> Iterable[nn.Parameter]:
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
-def _named(kind: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """`kind` for a single value, "kind/name" for each of several."""
-    if len(values) == 1:
-        return {kind: next(iter(values.values()))}
-    return {f"{kind}/{name}": value for name, value in values.items()}
+def _means(found: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Means over batches; as in their gradients, a loss that some of them lack is 0 there."""
+    names = dict.fromkeys(name for one in found for name in one)
+    listed = {name: [one[name] for one in found if name in one] for name in names}
+    return {name: torch.stack(values).sum() / len(found) for name, values in listed.items()}
 
 
 def _checked_losses(loss: Any, optimizers: Mapping[str, Optimizer]) -> Mapping[str, Tensor]:
@@ -229,10 +237,9 @@ def _check_loss(name: str, loss: Any) -> None:
 
 
 def _make_optimizers(
-    task: ReinforcementLearningTask[Any, Any], model: nn.Module, config: TrainerConfig
+    task: ReinforcementLearningTask[Any, Any], model: nn.Module, made: Any, config: TrainerConfig
 ) -> dict[str, Optimizer]:
     known = dict.fromkeys([*model.parameters(), *task.parameters()])  # each once, in order
-    made = task.get_optimizers(model)
     if made is None:
         trained = [parameter for parameter in known if parameter.requires_grad]
         if not trained:

@@ -189,9 +189,12 @@ def test_left_over_temporary_folders_are_ignored_and_deleted(tmp_path: Path) -> 
     leftover = folder.with_name(".tmp-epoch-000099-samples-000000099-1")
     shutil.copytree(folder, leftover)
     (leftover / "state.pt").write_bytes(b"half a checkpoint")
+    (tmp_path / "run" / "clips").mkdir()
+    for name in (".tmp-learning_curve.png", "clips/.tmp-0123.mp4"):
+        (tmp_path / "run" / name).write_bytes(b"half a picture")
     state, _, _ = train(None, 2, resume=tmp_path / "run")
     assert state.num_epochs == 2
-    assert not leftover.exists()
+    assert not list((tmp_path / "run").rglob(".tmp-*"))
 
 
 def test_going_back_to_an_older_checkpoint_sets_the_newer_ones_aside(
@@ -304,6 +307,29 @@ def test_an_optimizer_with_other_groups_is_refused(tmp_path: Path) -> None:
         make_trainer(None).train(
             Other(make_config(max_epochs=2)), linear(), resume=tmp_path / "run"
         )
+
+
+@pytest.mark.parametrize("has_own", [True, False], ids=["own optimizer", "the trainer's"])
+def test_a_learning_rate_given_anew_is_told_to_have_no_effect(
+    tmp_path: Path, has_own: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Own(ScriptedTask):
+        def get_optimizers(self, model: nn.Module) -> Any:
+            return torch.optim.SGD(model.parameters(), lr=0.25) if has_own else None
+
+    def rate(max_epochs: int, learning_rate: float, resume: Path | None = None) -> float:
+        run_dir = None if resume else tmp_path
+        trainer = make_trainer(run_dir, learning_rate=learning_rate)
+        trainer.train(Own(make_config(max_epochs=max_epochs)), linear(), resume=resume)
+        return read_rows(tmp_path / "metrics.csv")[-1]["learning_rate"]
+
+    with caplog.at_level(logging.WARNING, logger="gymtask"):
+        first = rate(1, 0.125)
+        assert rate(2, 0.125, tmp_path) == first == (0.25 if has_own else 0.125)
+        assert "learning_rate" not in caplog.text
+        assert rate(3, 0.5, tmp_path) == first
+    told = "`learning_rate` is 0.125 in the checkpoint, which the run goes on with, got 0.5"
+    assert (told in caplog.text) == (not has_own)
 
 
 def test_what_the_task_itself_learnt_goes_on(tmp_path: Path) -> None:

@@ -300,3 +300,25 @@ def test_an_optimizer_without_a_loss_rests() -> None:  # as TD3's actor in every
     assert float(model.a.detach()) == before[0]
     assert float(model.b.detach()) != before[1]
     assert "loss/actor" not in values
+    # The one that steps keeps its name.
+    assert [name for name in values if "grad_norm" in name] == ["grad_norm/critic"]
+
+
+@pytest.mark.parametrize("resting", [[False, True], [True, False], [True, True]])
+def test_an_optimizer_rests_only_where_no_accumulated_batch_has_a_loss_for_it(
+    resting: list[bool],
+) -> None:
+    model, rests = Two(), iter(resting)
+
+    def losses(m: Any) -> dict[str, Tensor | None]:
+        return {"actor": None if next(rests) else m.a * 3.0, "critic": m.b * 2.0}
+
+    values = make_updater(Task(losses, actor_and_critic), model).update([None, None], State())
+    num_losses = resting.count(False)  # a loss that is not there is 0 in the mean
+    assert float(model.a.detach()) == 2.0 - 3.0 * num_losses / 2
+    assert float(model.b.detach()) == 3.0 - 0.5 * 2.0
+    assert ("grad_norm/actor" in values) == ("loss/actor" in values) == (num_losses > 0)
+    if num_losses:
+        assert float(values["loss/actor"]) == 2.0 * 3.0 * num_losses / 2
+        assert float(values["grad_norm/actor"]) == pytest.approx(3.0 * num_losses / 2)
+    assert float(values["loss"]) == pytest.approx(6.0 + 6.0 * num_losses / 2)
