@@ -113,10 +113,9 @@ def notes(every: Sequence[Learned]) -> list[str]:
         f" the end; [RL Baselines3 Zoo]({ZOO}) the mean ± deviation over the episodes of one run,"
         " with hyperparameters of its own. v3, v4: their version of the environment."
     )
-    plots = dict.fromkeys(plot_name(each.work) for each in every)
-    links = ", ".join(f"[{name.split('_')[1]}](results/{name}.png)" for name in plots)
     last = max((run for each in every for run in each.runs.values()), key=lambda run: run["date"])
-    return [text, "", f"Curves: {links}.", "", provenance({**last, "command": COMMAND})]
+    curves = "The curves are drawn beside the JSON, as `learning_ENVIRONMENT_STEPS.png`."
+    return [text, "", curves, "", provenance({**last, "command": COMMAND})]
 
 
 def plot_name(work: Work) -> str:

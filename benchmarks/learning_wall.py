@@ -34,7 +34,7 @@ import gymtask
 GOAL = 475.0
 NUM_RECENT = 100
 OURS, SB3, HAND = "gymtask PPO", "SB3 PPO", "PPO by hand, as CleanRL's"
-SETTINGS = Settings(num_envs=8, learning_rate=1e-3, entropy_coef=0.0)
+SETTINGS = Settings()  # CleanRL's
 WARM_UP = 2048  # steps
 TIME_LIMIT = 1800.0  # seconds
 
