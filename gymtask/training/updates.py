@@ -66,7 +66,12 @@ class Updater:
             self._mark(model, name)
         made = task.get_optimizers(model)
         self.has_own_adam = made is None
-        self.optimizers = _make_optimizers(task, model, made, config)
+        self.optimizers = _make_optimizers(task, model, made, config.learning_rate)
+        if config.precision == "16-mixed":
+            for optimizer in self.optimizers.values():
+                # A fused one says that it undoes the scaling of gradients in its step, by itself;
+                # Fabric refuses to clip those. So they are unscaled before, like any other's.
+                optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
         self._trained = [
             parameter
             for optimizer in self.optimizers.values()
@@ -237,7 +242,7 @@ def _check_loss(name: str, loss: Any) -> None:
 
 
 def _make_optimizers(
-    task: ReinforcementLearningTask[Any, Any], model: nn.Module, made: Any, config: TrainerConfig
+    task: ReinforcementLearningTask[Any, Any], model: nn.Module, made: Any, learning_rate: float
 ) -> dict[str, Optimizer]:
     known = dict.fromkeys([*model.parameters(), *task.parameters()])  # each once, in order
     if made is None:
@@ -247,12 +252,9 @@ def _make_optimizers(
                 f"`model` ({type(model).__name__}) or the task ({type(task).__name__}) must have a "
                 "parameter that requires a gradient, got none"
             )
-        # One kernel in place of a dozen for each parameter. With float16 it would undo the scaling
-        # of gradients by itself, and then Fabric cannot clip them.
-        fused = config.precision != "16-mixed" and all(
-            each.is_floating_point() and each.device.type in FUSED_DEVICES for each in trained
-        )
-        return {SINGLE: Adam(trained, lr=config.learning_rate, fused=fused)}
+        # One kernel in place of a dozen for each parameter.
+        fused = all(p.is_floating_point() and p.device.type in FUSED_DEVICES for p in trained)
+        return {SINGLE: Adam(trained, lr=learning_rate, fused=fused)}
     optimizers = dict(made) if isinstance(made, Mapping) else {SINGLE: made}
     wrong = [value for value in optimizers.values() if not isinstance(value, Optimizer)]
     if wrong or not optimizers:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from lightning_fabric import Fabric
+from lightning_fabric.plugins.precision.amp import _optimizer_handles_unscaling
 from torch import Tensor, nn
 from torch.optim import Adam
 
@@ -62,13 +63,33 @@ def test_updates_are_the_same_bit_for_bit(
         assert torch.equal(ours, theirs)
 
 
-def test_the_trainers_own_adam_is_fused_where_that_is_possible() -> None:
-    def is_fused(precision: str, model: Any) -> Any:
-        config = TrainerConfig(precision=precision)
-        task = Task(lambda model: next(model.parameters()).sum())
-        updater = Updater(cpu(), Ranks(), task, model, config)
-        return updater.optimizers["main"].param_groups[0]["fused"]
+def make_optimizer(model: Any, precision: str = "32-true") -> Any:
+    task = Task(lambda model: next(model.parameters()).sum())
+    updater = Updater(cpu(), Ranks(), task, model, TrainerConfig(precision=precision))
+    return updater.optimizers["main"]
 
-    assert is_fused("32-true", nn.Linear(2, 1)) is True
-    assert is_fused("16-mixed", nn.Linear(2, 1)) is False
-    assert is_fused("32-true", nn.Linear(2, 1, dtype=torch.complex64)) is False
+
+def test_the_trainers_own_adam_is_fused_where_that_is_possible() -> None:
+    assert make_optimizer(nn.Linear(2, 1)).param_groups[0]["fused"] is True
+    complex_one = nn.Linear(2, 1, dtype=torch.complex64)
+    assert make_optimizer(complex_one).param_groups[0]["fused"] is False
+
+
+def test_gradients_scaled_for_float16_are_unscaled_before_they_are_clipped() -> None:
+    """As Fabric does it with a fused optimizer, which would rather do that in its step."""
+    gradients = []
+    for scale in (None, 1024.0):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        optimizer = make_optimizer(model, "16-mixed")
+        assert optimizer.param_groups[0]["fused"] is True
+        assert not _optimizer_handles_unscaling(optimizer)  # else it refuses
+        loss = 100 * model(torch.ones(3)).square().sum()
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, enabled=scale is not None)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        scaler.step(optimizer)
+        gradients.append([model.weight.detach().clone(), model.weight.grad])
+    for ours, theirs in zip(*gradients, strict=True):
+        assert torch.allclose(ours, theirs)
