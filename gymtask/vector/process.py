@@ -99,9 +99,11 @@ class ProcessVectorEnv(CrewVectorEnv):
                     f"`num_workers` must be the number of environments ({len(makers)}) where a"
                     f" `worker` is given, which runs one environment, got {num_workers}"
                 )
+            # Gymnasium 1.2 knows no limit.
+            limits: dict[str, Any] = {} if limit is None else {"max_concurrency": limit}
             super().__init__(
                 env_fns, shared_memory is not False, copy, context, daemon, worker,
-                observation_mode, mode, limit,  # type: ignore[arg-type]
+                observation_mode, mode, **limits,  # type: ignore[arg-type]
             )  # fmt: skip
             return
         if not is_supported():

@@ -69,6 +69,7 @@ class ThreadVectorEnv(SyncVectorEnv):  # no [...]: Gymnasium 1.2 has none
             ConfigurationError: A value breaks its rule.
             RuntimeError: The spaces of the environments do not fit together.
         """
+        self.closed = True  # until there is something to close
         count, mode = len(checked_makers(env_fns)), checked_autoreset_mode(autoreset_mode)
         number = checked_num_workers(num_workers, count)
         parts = [part.tolist() for part in np.array_split(np.arange(count), number)]
@@ -86,6 +87,7 @@ class ThreadVectorEnv(SyncVectorEnv):  # no [...]: Gymnasium 1.2 has none
             raise
         self.env_fns = env_fns
         self._lay_out(parts)
+        self.closed = False
 
     def _lay_out(self, parts: Sequence[list[int]]) -> None:
         self._parts = parts

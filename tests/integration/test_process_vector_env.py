@@ -194,11 +194,12 @@ class TestReset:
 
 class TestAccess:
     def test_to_attributes_methods_and_pictures(self) -> None:
+        before = dict(GravityEnv.metadata)
         envs = make(partial(GravityEnv, render_mode="rgb_array"))
         envs.reset(seed=0)
         assert envs.render_mode == "rgb_array"
         assert envs.metadata["autoreset_mode"] is AutoresetMode.NEXT_STEP
-        assert "autoreset_mode" not in GravityEnv.metadata
+        assert GravityEnv.metadata == before
         assert envs.get_attr("g") == (0.5, 0.5, 0.5)
         envs.set_attr("g", [1.0, 2.0, 3.0])
         assert envs.step(np.zeros(3, int))[1].tolist() == [1.0, 2.0, 3.0]

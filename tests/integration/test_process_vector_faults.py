@@ -248,7 +248,7 @@ def print_nothing() -> None:
 
 
 def echo_worker(
-    index: int, env_fn: Any, pipe: Any, parent: Any, memory: Any, errors: Any, mode: Any, limit: Any
+    index: int, env_fn: Any, pipe: Any, parent: Any, memory: Any, errors: Any, mode: Any, *_: Any
 ) -> None:
     """Speaks AsyncVectorEnv's protocol, and rewards with its number."""
     parent.close()
