@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import os
 import signal
 import subprocess
@@ -239,8 +240,10 @@ class TestWorkers:
         envs.close()
         with pytest.raises(ConfigurationError, match="where a `worker` is given"):
             make(NumberedEnv, 2, worker=echo_worker)
-        with pytest.raises(ValueError, match="must accept 8 arguments"):
-            make(NumberedEnv, 4, worker=print_nothing)
+        if "max_concurrency" in inspect.signature(gym.vector.AsyncVectorEnv).parameters:
+            # Gymnasium 1.2 does not look.
+            with pytest.raises(ValueError, match="must accept 8 arguments"):
+                make(NumberedEnv, 4, worker=print_nothing)
 
 
 def print_nothing() -> None:
