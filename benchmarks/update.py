@@ -109,8 +109,8 @@ class ByHand:
     def losses(self, batch: dict[str, Tensor]) -> tuple[Tensor, ...]:
         """Of policy, value and entropy; and the KL divergence and the fraction clipped."""
         config, clip = self.config, self.config.clip_coef
-        distribution, value = self.model(batch["observation"])
-        log_ratio = distribution.log_prob(batch["action"]) - batch["log_prob"]
+        log_prob, entropy, value = self.model(batch["observation"], batch["action"])
+        log_ratio = log_prob - batch["log_prob"]
         ratio = log_ratio.exp()
         advantage = batch["advantage"]
         advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
@@ -122,7 +122,7 @@ class ByHand:
             kl = (ratio - 1 - log_ratio).mean()
             fraction = ((ratio - 1).abs() > clip).float().mean()
         value_loss = config.value_coef * 0.5 * error.mean()
-        return -surrogate.mean(), value_loss, distribution.entropy().mean(), kl, fraction
+        return -surrogate.mean(), value_loss, entropy.mean(), kl, fraction
 
     def phase(self, rows: dict[str, Tensor]) -> Tensor:
         parameters = list(self.model.parameters())

@@ -63,7 +63,7 @@ def test_kl_clip_fraction_and_explained_variance_are_what_they_are_called(tmp_pa
             return pieces
 
         def compute_loss(self, model: Any, batch: TensorDict, state: Any, output: Any) -> Any:
-            new = output[0].log_prob(batch["action"]).detach().double().numpy()
+            new = output[0].detach().double().numpy()
             ratio = np.exp(new - batch["log_prob"].double().numpy())
             found.append((ratio - 1 - np.log(ratio), np.abs(ratio - 1) > self.config.clip_coef))
             return super().compute_loss(model, batch, state, output)
@@ -78,6 +78,15 @@ def test_kl_clip_fraction_and_explained_variance_are_what_they_are_called(tmp_pa
         assert row["clip_fraction"] == pytest.approx(is_clipped.mean(), abs=1e-6)
     assert rows[-1]["kl"] > 0
     assert max(row["clip_fraction"] for row in rows) > 0
+
+
+def test_log_probabilities_and_entropies_are_those_of_torchs_categorical() -> None:
+    model = ppo.PPO(make_config()).get_model()
+    logits, action = 3 * torch.randn(7, 1, 2).double(), torch.randint(2, (7, 1))
+    log_prob, entropy = model.judge(logits, action)
+    wanted = Categorical(logits=logits)
+    assert torch.allclose(log_prob, wanted.log_prob(action))
+    assert torch.allclose(entropy, wanted.entropy())
 
 
 def test_the_estimate_of_kl_is_unbiased() -> None:
