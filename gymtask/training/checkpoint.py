@@ -289,13 +289,14 @@ def tidy(run_dir: Path, resumed: Path | None) -> None:
     Such checkpoints belong to a future that this run will not have; they are renamed to
     "superseded-...".
     """
-    # Curves, clips and checkpoints; in whole checkpoints a replay that was being deleted.
-    folders = ("", "clips/", f"{FOLDER}/", f"{FOLDER}/*/")
-    for leftover in [path for each in folders for path in run_dir.glob(f"{each}{TEMPORARY}*")]:
-        if leftover.is_dir():
-            shutil.rmtree(leftover)
-        else:
-            leftover.unlink()
+    # Curves, clips and checkpoints; then, in whole checkpoints, a replay that was being deleted. It
+    # is to be found once: not within what is deleted before, nor through the link to the best one.
+    for place in ("", "clips/", f"{FOLDER}/", f"{FOLDER}/epoch-*/"):
+        for leftover in list(run_dir.glob(f"{place}{TEMPORARY}*")):
+            if leftover.is_dir() and not leftover.is_symlink():
+                shutil.rmtree(leftover)
+            else:
+                leftover.unlink()
     if resumed is None:
         return
     for newer in list_checkpoints(run_dir):

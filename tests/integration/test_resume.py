@@ -189,6 +189,9 @@ def test_left_over_temporary_folders_are_ignored_and_deleted(tmp_path: Path) -> 
     leftover = folder.with_name(".tmp-epoch-000099-samples-000000099-1")
     shutil.copytree(folder, leftover)
     (leftover / "state.pt").write_bytes(b"half a checkpoint")
+    (leftover / ".tmp-replay-0").mkdir()
+    (folder / ".tmp-replay-0").mkdir()
+    folder.with_name(".tmp-best").symlink_to(folder.name, target_is_directory=True)
     (tmp_path / "run" / "clips").mkdir()
     for name in (".tmp-learning_curve.png", "clips/.tmp-0123.mp4"):
         (tmp_path / "run" / name).write_bytes(b"half a picture")
