@@ -55,7 +55,8 @@ def wall_time(folder: Path) -> list[str]:
         f" it takes {shares[SB3].time:.2f} of the time of SB3's PPO with the same hyperparameters,"
         f" {shares[HAND].time:.2f} of that of the script by hand (medians of {number} seeds,"
         f" `python benchmarks/learning.py wall`); a step takes {shares[SB3].step:.2f} and"
-        f" {shares[HAND].step:.2f} of theirs, learning included."
+        f" {shares[HAND].step:.2f} of theirs, learning included (with torch's fused Adam, which the"
+        " other two do not have, and a value at time limits, which the script does not have)."
     )
     return [wrapped(text)]
 

@@ -92,7 +92,7 @@ class Incoming:
         # As integers: NaN is not equal to itself, and 0.0 is to -0.0.
         whole = _INTEGERS.get(own.dtype.itemsize, own.dtype)
         differs = following[:-1].view(whole) != own[1:].view(whole)
-        if differs.any():  # behind ends it may
+        if np.count_nonzero(differs):  # behind ends it may; faster than any()
             rows = differs.reshape(len(differs), -1).nonzero()[0]
             if not self._ends[rows].all():
                 return False

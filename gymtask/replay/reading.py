@@ -14,6 +14,7 @@ from gymtask.replay.records import Path, RecordLayout, is_below, nested
 from gymtask.workers.layout import Array
 
 REWARD: Path = ("next", "reward")
+LARGEST = 1 << 31  # bytes of one element of a numpy array, and more
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,7 @@ class Reader:
             width > 1  # of one row it takes as long
             and self._links.is_even
             and self._reading.is_plain
+            and self._records.itemsize * (width + 1) < LARGEST
             and int(starts.max()) + width < self._links.capacity
         )
 

@@ -5,7 +5,7 @@ A batch is then one gather of whole records, and its keys are cut out of what wa
     record    | observation | action | reward | trajectory_id | terminated | ... | padding |
 
 Values are ordered by the size of their elements, so that each is aligned; a record is a multiple of
-8 bytes.
+8 bytes, or of the largest element.
 """
 
 from __future__ import annotations
@@ -126,12 +126,14 @@ class RecordLayout:
         for field in ordered:
             offsets.append(end)
             end += field.nbytes
+        # Strides are whole numbers of any field's elements, as torch wants them.
+        size = max([8, *(field.numpy_dtype.itemsize for field in fields)])
         self.dtype = np.dtype(
             {
                 "names": [field.name for field in ordered],
                 "formats": [(field.numpy_dtype, field.shape) for field in ordered],
                 "offsets": offsets,
-                "itemsize": max(8, -(-end // 8) * 8),
+                "itemsize": -(-max(end, 1) // size) * size,
             }
         )
 

@@ -122,10 +122,13 @@ class Ring:
         self.links.evict(span.stop - span.start)
         rows, slots = self.links.add(pieces)
         self.records.prepare(rows)
+        records, side = self.records.array, self.side.array
         for path, field in self.layout.fields.items():
-            self.records.array[field.name][rows] = values[path][span]
+            records[field.name][rows] = values[path][span]
+        # A single place is found faster as a number than as a list of one.
+        to, states = (slots, last) if len(pieces) > 1 else (slots[0], last[0])
         for field in self.layout.linked:
-            self.side.array[field.name][slots] = values["next", *field.path][last]
+            side[field.name][to] = values["next", *field.path][states]
         return rows
 
     # ---- next values that are not those of the following rows ------------------------------------

@@ -289,9 +289,14 @@ def tidy(run_dir: Path, resumed: Path | None) -> None:
     Such checkpoints belong to a future that this run will not have; they are renamed to
     "superseded-...".
     """
-    # Curves, clips and checkpoints; then, in whole checkpoints, a replay that was being deleted. It
-    # is to be found once: not within what is deleted before, nor through the link to the best one.
-    for place in ("", "clips/", f"{FOLDER}/", f"{FOLDER}/epoch-*/"):
+    # Curves and clips, by the names that they have, as the directory may hold what is the user's.
+    for name in ("metrics.csv", "learning_curve.png", "config.yaml"):
+        (run_dir / f"{TEMPORARY}{name}").unlink(missing_ok=True)
+    for clip in run_dir.glob(f"clips/{TEMPORARY}*.mp4"):
+        clip.unlink()
+    # Checkpoints; then, in whole ones, a replay that was being deleted. It is to be found once: not
+    # within what is deleted before, nor through the link to the best one.
+    for place in (f"{FOLDER}/", f"{FOLDER}/epoch-*/"):
         for leftover in list(run_dir.glob(f"{place}{TEMPORARY}*")):
             if leftover.is_dir() and not leftover.is_symlink():
                 shutil.rmtree(leftover)

@@ -53,11 +53,10 @@ def film(
         return
     try:
         picture = moving_picture(path)
-    except VideoError as error:  # the film is there, and training goes on
+        for board in boards:
+            _send(board, picture, state.num_samples)
+    except (ImportError, OSError, RuntimeError) as error:  # the film is there, training goes on
         logger.warning("%s is not sent to TensorBoard: %s", path, error)
-        return
-    for board in boards:
-        _send(board, picture, state.num_samples)
 
 
 def moving_picture(path: Path) -> bytes:
@@ -71,7 +70,8 @@ def moving_picture(path: Path) -> bytes:
     # Neighbouring pixels are not mixed, and a film that is small already stays as it is.
     picture = f"fps={GIF_FPS},scale='min({GIF_WIDTH},iw)':-1:flags=neighbor"
     colours = "split[a][b];[a]palettegen[p];[b][p]paletteuse"
-    what = ["-i", str(path), "-t", str(GIF_SECONDS), "-vf", f"{picture},{colours}"]
+    # Before -i, as a palette is made of all that is read.
+    what = ["-t", str(GIF_SECONDS), "-i", str(path), "-vf", f"{picture},{colours}"]
     command = [FFMPEG_BINARY, "-loglevel", "error", "-nostdin", *what, "-f", "gif", "-"]
     try:
         done = subprocess.run(

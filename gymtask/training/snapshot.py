@@ -175,9 +175,12 @@ class Snapshot:
         self.task.num_clips = saved["num_clips"]
 
     def _compare_learning_rates(self, saved: Mapping[str, Any]) -> None:
-        was = saved.get("config", {}).get("trainer", {}).get("learning_rate")
-        now = self.config.learning_rate
-        if self.updater.has_own_adam and self.ranks.is_first and was not in (None, now):
+        if not self.updater.has_own_adam or not self.ranks.is_first:
+            return
+        (optimizer,) = saved["optimizers"].values()
+        group, now = optimizer["param_groups"][0], self.config.learning_rate
+        was = group.get("initial_lr", group["lr"])  # which a schedule began with
+        if was != now:
             logger.warning(
                 "`learning_rate` is %s in the checkpoint, which the run goes on with, got %s; it is"
                 " a part of the optimizer, which get_lr_schedulers(optimizers) can change",

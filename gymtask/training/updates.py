@@ -56,7 +56,8 @@ class Updater:
         model: nn.Module,
         config: TrainerConfig,
     ) -> None:
-        self._fabric: Any = without_wrappers(fabric)
+        # Methods of a compiled model are compiled through Fabric's wrapper.
+        self._fabric: Any = fabric if config.compile else without_wrappers(fabric)
         self._ranks, self._task = ranks, task
         self._clip_grad_norm = config.clip_grad_norm
         compiled: Any = torch.compile(model) if config.compile else model
@@ -102,8 +103,9 @@ class Updater:
         self._stepping = set()
         with self._fabric.no_backward_sync(self._module, enabled=self._ranks.size > 1):
             found = [self._differentiate(batch, state, len(batches)) for batch in batches]
-        self._average_gradients()
         values = found[0] if len(found) == 1 else _means(found)
+        self._agree(values)
+        self._average_gradients()
         norms = {name: self._clip(name) for name in self.optimizers if name in self._stepping}
         self._require_finite(values["loss"], norms, state)
         for name in norms:
@@ -122,6 +124,15 @@ class Updater:
         output = self._task.run_model(self._module, batch, state)
         loss = self._task.compute_loss(self._module, batch, state, output)
         return self._backward(loss, num_batches)
+
+    def _agree(self, values: dict[str, Tensor]) -> None:
+        """Has an optimizer step in all processes where it has a loss in one of them."""
+        if self._ranks.size == 1 or len(self.optimizers) == 1:
+            return
+        has_loss = self._ranks.any_each([name in self._stepping for name in self.optimizers])
+        self._stepping = {name for name, has in zip(self.optimizers, has_loss, strict=True) if has}
+        for name in self._stepping:
+            values.setdefault(f"loss/{name}", torch.zeros_like(values["loss"]))
 
     def _average_gradients(self) -> None:
         if self._ranks.size == 1:
@@ -252,8 +263,11 @@ def _make_optimizers(
                 f"`model` ({type(model).__name__}) or the task ({type(task).__name__}) must have a "
                 "parameter that requires a gradient, got none"
             )
-        # One kernel in place of a dozen for each parameter.
-        fused = all(p.is_floating_point() and p.device.type in FUSED_DEVICES for p in trained)
+        # One kernel in place of a dozen for each parameter. It takes no heed of strides.
+        fused = all(
+            p.is_floating_point() and p.device.type in FUSED_DEVICES and p.is_contiguous()
+            for p in trained
+        )
         return {SINGLE: Adam(trained, lr=learning_rate, fused=fused)}
     optimizers = dict(made) if isinstance(made, Mapping) else {SINGLE: made}
     wrong = [value for value in optimizers.values() if not isinstance(value, Optimizer)]

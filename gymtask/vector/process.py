@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from inspect import signature
 from typing import Any
 
+import gymnasium
 import numpy as np
 from gymnasium import Space
-from gymnasium.vector import AutoresetMode
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode
 from gymnasium.vector.async_vector_env import AsyncState
 from gymnasium.vector.utils import clear_mpi_env_vars, iterate
 
@@ -99,8 +101,12 @@ class ProcessVectorEnv(CrewVectorEnv):
                     f"`num_workers` must be the number of environments ({len(makers)}) where a"
                     f" `worker` is given, which runs one environment, got {num_workers}"
                 )
-            # Gymnasium 1.2 knows no limit.
             limits: dict[str, Any] = {} if limit is None else {"max_concurrency": limit}
+            if limits.keys() - signature(AsyncVectorEnv).parameters.keys():
+                raise ConfigurationError(
+                    f"`max_concurrency` must be None for a `worker` of one's own with Gymnasium"
+                    f" {gymnasium.__version__}, got {limit}; upgrade gymnasium"
+                )
             super().__init__(
                 env_fns, shared_memory is not False, copy, context, daemon, worker,
                 observation_mode, mode, **limits,  # type: ignore[arg-type]

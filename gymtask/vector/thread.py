@@ -82,11 +82,11 @@ class ThreadVectorEnv(SyncVectorEnv):  # no [...]: Gymnasium 1.2 has none
         self._steppers: list[VectorStepper] = []
         try:
             super().__init__(made, copy, observation_mode, mode)
+            self.env_fns = env_fns
+            self._lay_out(parts)
         except BaseException:
             self._stop()
             raise
-        self.env_fns = env_fns
-        self._lay_out(parts)
         self.closed = False
 
     def _lay_out(self, parts: Sequence[list[int]]) -> None:

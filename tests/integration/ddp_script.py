@@ -42,10 +42,9 @@ class Seen(CartPole):
     def compute_loss(self, model: nn.Module, batch: Any, state: State, output: Any) -> Any:
         self.batches.append(batch["observation"].clone())
         squares = model(batch["observation"]).square().mean()  # a second forward pass
-        return {
-            "model": squares,
-            "scale": (self.scale * batch["observation"].abs().mean() - 1).square(),
-        }
+        scale = (self.scale * batch["observation"].abs().mean() - 1).square()
+        rests = state.num_epoch_steps == 2 and torch.distributed.get_rank() == 1
+        return {"model": squares, "scale": None if rests else scale}
 
 
 def main(out: Path, name: str, run_dir: str | None, resume: str | None, **fields: Any) -> None:

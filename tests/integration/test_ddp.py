@@ -69,11 +69,15 @@ def test_samples_add_up_over_the_processes(both: list[dict[str, Any]]) -> None:
 
 
 def test_gradients_are_those_of_all_rows(both: list[dict[str, Any]]) -> None:
-    """The task's own parameter, by hand in float64: SGD on the mean of both losses."""
+    """The task's own parameter, by hand in float64: SGD on the mean of both losses.
+
+    In the third update of four the second process has none, which counts as 0.
+    """
     scale = torch.ones((), dtype=torch.float64)
-    for ours, theirs in zip(both[0]["batches"], both[1]["batches"], strict=True):
+    pairs = zip(both[0]["batches"], both[1]["batches"], strict=True)
+    for number, (ours, theirs) in enumerate(pairs):
         gradient = torch.zeros((), dtype=torch.float64)
-        for batch in (ours, theirs):
+        for batch in (ours,) if number % 4 == 2 else (ours, theirs):
             mean = batch.double().abs().mean()
             gradient += 2 * (scale * mean - 1) * mean / 2
         scale -= 0.05 * gradient

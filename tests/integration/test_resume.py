@@ -193,11 +193,15 @@ def test_left_over_temporary_folders_are_ignored_and_deleted(tmp_path: Path) -> 
     (folder / ".tmp-replay-0").mkdir()
     folder.with_name(".tmp-best").symlink_to(folder.name, target_is_directory=True)
     (tmp_path / "run" / "clips").mkdir()
+    mine = tmp_path / "run" / ".mine" / ".tmp-of-the-user"
+    mine.parent.mkdir()
+    mine.touch()
+    (tmp_path / "run" / ".tmp-of-the-user").mkdir()
     for name in (".tmp-learning_curve.png", "clips/.tmp-0123.mp4"):
         (tmp_path / "run" / name).write_bytes(b"half a picture")
     state, _, _ = train(None, 2, resume=tmp_path / "run")
     assert state.num_epochs == 2
-    assert not list((tmp_path / "run").rglob(".tmp-*"))
+    assert {path.name for path in (tmp_path / "run").rglob(".tmp-*")} == {".tmp-of-the-user"}
 
 
 def test_going_back_to_an_older_checkpoint_sets_the_newer_ones_aside(

@@ -250,6 +250,15 @@ class TestWholeWindows:
             assert got[key].dtype == expected[key].dtype
             assert torch.equal(got[key], expected[key]), key
 
+    def test_numbers_of_sixteen_bytes_lie_beside_smaller_ones(self) -> None:
+        given = piece(0, 0, zeros(3), "terminated")
+        given["z"], given["x"] = torch.randn(2, 3, dtype=torch.float64).to(torch.complex128)
+        given["x"] = given["x"].real.clone()
+        batch = filled(given).sample(50, 2)
+        place = batch["step"]
+        assert torch.equal(batch["z"], given["z"][place])
+        assert torch.equal(batch["x"], given["x"][place])
+
     def test_an_observation_that_is_changed_leaves_the_next_one_as_it_is(self) -> None:
         batch = filled(piece(0, 0, zeros(50), "terminated")).sample(30, 4)
         before = batch["next", "observation"].clone()

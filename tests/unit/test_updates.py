@@ -169,6 +169,14 @@ def test_without_get_optimizers_adam_trains_model_and_task_each_parameter_once()
     assert [id(p) for p in group["params"]] == [id(model.a), id(model.b), id(task.extra)]
 
 
+def test_a_parameter_that_is_a_part_of_a_tensor_is_trained_and_the_rest_left_alone() -> None:
+    whole, model = torch.eye(8), Two()
+    model.a = nn.Parameter(whole[:, :4])
+    make_updater(Task(lambda m: m.a.sum()), model).update([None], State())
+    assert torch.equal(whole[:, 4:], torch.eye(8)[:, 4:])
+    assert not torch.equal(whole[:, :4], torch.eye(8)[:, :4])
+
+
 def test_schedules_step_after_each_update_and_rates_are_told() -> None:
     def halve(optimizers: Any) -> list[LambdaLR]:
         return [LambdaLR(optimizer, lambda k: 0.5**k) for optimizer in optimizers.values()]
