@@ -25,7 +25,9 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def load_example(name: str) -> ModuleType:
-    """The script, as a module that pickles and dataclasses find."""
+    """The script, as a module that pickles and dataclasses find; it is loaded once."""
+    if f"example_{name}" in sys.modules:
+        return sys.modules[f"example_{name}"]
     spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
