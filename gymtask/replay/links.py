@@ -208,6 +208,16 @@ class Links:
         after: Array = self.last[self.chain[rows]] - self.place[rows]
         return after
 
+    def side_slots(self, rows: Array) -> tuple[Array, Array]:
+        """Which rows are the last of their chains, bool of the shape of `rows`.
+
+        And the side slots of the states that those lead to, int64 [number of them].
+        """
+        ended: Array = self.is_last.take(rows)
+        if not np.count_nonzero(ended):  # a fraction of the time of any()
+            return ended, np.empty(0, np.int64)
+        return ended, self.successor[rows[ended]] - self.capacity
+
     def begins_episode(self, rows: Array) -> Array:
         """Whether each row is the first of an episode, bool [n]."""
         begins: Array = (self.place[rows] == 0) & self.begins[self.chain[rows]]

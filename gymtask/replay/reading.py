@@ -146,13 +146,12 @@ class Reader:
         records = pieces[:, :-1]
         values: dict[Path, Array] = {field.path: records[field.name] for field in self._fields}
         if self._linked:
-            last = starts + (width - 1)
-            ended = self._links.is_last.take(last)
-            slots = self._links.successor[last[ended]] - self._links.capacity
+            ended, slots = self._links.side_slots(starts + (width - 1))
             for field in self._linked:
                 # A copy, as what is done to observations in place is not to change the next ones.
                 states = pieces[field.name][:, 1:].copy()
-                states[ended, -1] = self._side[field.name][slots]
+                if len(slots):
+                    states[ended, -1] = self._side[field.name][slots]
                 values["next", *field.path] = states
         return self._batch(values, more, (len(starts), width))
 
@@ -193,9 +192,8 @@ class Reader:
         # The last row of the ring leads to its first; what is found for a row that leads to none is
         # overwritten.
         found = self._records.take(following, mode="wrap")
-        ended = links.is_last.take(rows)
-        if np.count_nonzero(ended):  # a fraction of the time of any()
-            slots = links.successor[rows[ended]] - links.capacity
+        ended, slots = links.side_slots(rows)
+        if len(slots):
             for field in self._layout.linked:
                 found[field.name][ended] = self._side[field.name][slots]
         return found

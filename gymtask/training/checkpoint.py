@@ -30,6 +30,8 @@ import torch
 from torch import Tensor, nn
 
 from gymtask.errors import CheckpointError
+from gymtask.training.curve import CURVE_FILE
+from gymtask.training.logs import METRICS_FILE
 from gymtask.training.ranks import Ranks
 
 FORMAT = 1
@@ -290,7 +292,7 @@ def tidy(run_dir: Path, resumed: Path | None) -> None:
     "superseded-...".
     """
     # Curves and clips, by the names that they have, as the directory may hold what is the user's.
-    for name in ("metrics.csv", "learning_curve.png", "config.yaml"):
+    for name in (METRICS_FILE, CURVE_FILE):
         (run_dir / f"{TEMPORARY}{name}").unlink(missing_ok=True)
     for clip in run_dir.glob(f"clips/{TEMPORARY}*.mp4"):
         clip.unlink()
