@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import warnings
 from numbers import Integral, Real
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,12 +29,12 @@ from gymtask.errors import ConfigurationError, CutReturnWarning
 from gymtask.scans import (
     Array,
     clipped_ratio,
-    fastest,
     is_tame,
     may_hold_nan,
     nan_row,
     one_later,
     one_step,
+    plain,
     scan,
     scan_windows,
     select,
@@ -88,10 +89,10 @@ def discounted_returns(
     Raises:
         ConfigurationError: An argument breaks its rule, or a `next_value` that is used is NaN.
     """
-    others = {} if next_value is None else {"next_value": next_value}
-    _check_rows(reward, terminated, truncated, end, **others)
     gamma = _check_fraction("gamma", gamma)
-    r, n, term, trunc, last = fastest(reward, next_value, terminated, truncated, end)
+    others = {} if next_value is None else {"next_value": next_value}
+    r, *values, term, trunc, last = _check_rows(reward, terminated, truncated, end, others)
+    n = values[0] if values else None
     stopped = stops(term, trunc, last)
     unused = term | ~stopped
     if n is None:
@@ -140,9 +141,9 @@ def generalized_advantage_estimate(
     Raises:
         ConfigurationError: An argument breaks its rule, or a `next_value` that is used is NaN.
     """
-    _check_rows(reward, terminated, truncated, end, value=value, next_value=next_value)
     gamma, gae_lambda = _check_fraction("gamma", gamma), _check_fraction("gae_lambda", gae_lambda)
-    r, v, n, term, trunc, last = fastest(reward, value, next_value, terminated, truncated, end)
+    values = {"value": value, "next_value": next_value}
+    r, v, n, term, trunc, last = _check_rows(reward, terminated, truncated, end, values)
     stopped = stops(term, trunc, last)
     with np.errstate(all="ignore"):
         x = one_step(r, n, term, gamma)
@@ -189,9 +190,9 @@ def lambda_returns(
     Raises:
         ConfigurationError: An argument breaks its rule, or a `next_value` that is used is NaN.
     """
-    _check_rows(reward, terminated, truncated, end, next_value=next_value)
     gamma, lambda_ = _check_fraction("gamma", gamma), _check_fraction("lambda_", lambda_)
-    r, n, term, trunc, last = fastest(reward, next_value, terminated, truncated, end)
+    values = {"next_value": next_value}
+    r, n, term, trunc, last = _check_rows(reward, terminated, truncated, end, values)
     stopped = stops(term, trunc, last)
     unused = term | ~stopped if lambda_ == 1.0 else term
     with np.errstate(all="ignore"):
@@ -235,9 +236,10 @@ def n_step_returns(
     Raises:
         ConfigurationError: An argument breaks its rule, or a `next_value` that is used is NaN.
     """
-    _check_rows(reward, terminated, truncated, end, next_value=next_value)
-    gamma, n = _check_fraction("gamma", gamma), min(_check_count("n", n), reward.shape[-1])
-    r, after, term, trunc, last = fastest(reward, next_value, terminated, truncated, end)
+    gamma, n = _check_fraction("gamma", gamma), _check_count("n", n)
+    values = {"next_value": next_value}
+    r, after, term, trunc, last = _check_rows(reward, terminated, truncated, end, values)
+    n = min(n, r.shape[-1])
     stopped = stops(term, trunc, last)
     if may_hold_nan(after):
         _refuse_nan(after, term | ~(stopped | window_ends(stopped, n)))
@@ -301,12 +303,12 @@ def vtrace(
     Raises:
         ConfigurationError: An argument breaks its rule, or a `next_value` that is used is NaN.
     """
-    logs = {"log_prob": log_prob, "behaviour_log_prob": behaviour_log_prob}
-    _check_rows(reward, terminated, truncated, end, value=value, next_value=next_value, **logs)
     gamma, lambda_ = _check_fraction("gamma", gamma), _check_fraction("lambda_", lambda_)
     rho_clip, c_clip = _check_clip("rho_clip", rho_clip), _check_clip("c_clip", c_clip)
-    r, v, n, log_p, log_mu, term, trunc, last = fastest(
-        reward, value, next_value, *logs.values(), terminated, truncated, end
+    values = {"value": value, "next_value": next_value}
+    values |= {"log_prob": log_prob, "behaviour_log_prob": behaviour_log_prob}
+    r, v, n, log_p, log_mu, term, trunc, last = _check_rows(
+        reward, terminated, truncated, end, values
     )
     stopped = stops(term, trunc, last)
     with np.errstate(all="ignore"):
@@ -348,8 +350,16 @@ def _refuse_nan(next_value: Array, unused: Array) -> None:
 
 
 def _check_rows(
-    reward: Tensor, terminated: Tensor, truncated: Tensor, end: Tensor | None, **others: Tensor
-) -> None:
+    reward: Tensor,
+    terminated: Tensor,
+    truncated: Tensor,
+    end: Tensor | None,
+    others: dict[str, Tensor],
+) -> list[Any]:
+    """Gives reward, others, terminated, truncated and end as numpy arrays where these will do."""
+    floats, flags = [reward, *others.values()], [terminated, truncated]
+    if (views := plain(floats, flags if end is None else [*flags, end])) is not None:
+        return [*views, None] if end is None else views
     if not isinstance(reward, Tensor):
         raise _broken("reward", "be a torch.Tensor", type(reward).__name__)
     if not reward.dtype.is_floating_point:
@@ -360,6 +370,7 @@ def _check_rows(
     _check_like(reward, torch.bool, terminated=terminated, truncated=truncated)
     if end is not None:
         _check_like(reward, torch.bool, end=end)
+    return [*floats, *flags, end]
 
 
 def _check_like(reward: Tensor, dtype: torch.dtype, **tensors: Tensor) -> None:
@@ -377,6 +388,8 @@ def _check_like(reward: Tensor, dtype: torch.dtype, **tensors: Tensor) -> None:
 
 
 def _check_fraction(name: str, value: float) -> float:
+    if type(value) is float and 0.0 <= value <= 1.0:
+        return value
     if not isinstance(value, Real) or isinstance(value, bool) or not 0.0 <= value <= 1.0:
         raise _broken(name, "be a number in [0, 1]", repr(value))
     return float(value)
