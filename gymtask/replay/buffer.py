@@ -101,7 +101,9 @@ class ReplayBuffer:
         self._random = np.random.default_rng(seed)
         self._tree = None if prioritized is None else PriorityTree(capacity)
         self._largest = 1.0  # priority so far, which new rows get
-        self._checked: tuple[Any, ...] = ()
+        # What `sample` was last asked for: mostly it is the same the next time.
+        self._asked: tuple[Any, ...] = ()
+        self._wanted = Wanted(1)
         self._starts = Starts(self._ring.links, self._tree, self._reading.history)
 
     def __len__(self) -> int:
@@ -173,10 +175,9 @@ class ReplayBuffer:
             WindowError: There is no such window.
         """
         asked = (batch_size, clip_size, stride, pad, start_at_episode_start)
-        if asked != self._checked:  # mostly they are the same as before
-            self._check(*asked)
-        wanted = Wanted(window_span(clip_size, stride), pad, start_at_episode_start)
-        rows = self._starts.draw(batch_size, wanted, self._random)
+        if asked != self._asked:
+            self._ask(*asked)
+        rows = self._starts.draw(batch_size, self._wanted, self._random)
         return self._read(rows, clip_size, stride, pad)
 
     def _read(
@@ -239,7 +240,7 @@ class ReplayBuffer:
         numbers: Array = newest - (newest - rows) % self.capacity
         return numbers
 
-    def _check(
+    def _ask(
         self, batch_size: int, clip_size: int, stride: int, pad: bool, at_start: bool
     ) -> None:
         raise_if_any(
@@ -250,7 +251,8 @@ class ReplayBuffer:
                 *require_bool("start_at_episode_start", at_start),
             ]
         )
-        self._checked = (batch_size, clip_size, stride, pad, at_start)
+        self._wanted = Wanted(window_span(clip_size, stride), pad, at_start)
+        self._asked = (batch_size, clip_size, stride, pad, at_start)
 
     # ---- saving ----------------------------------------------------------------------------------
 

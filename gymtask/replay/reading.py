@@ -70,6 +70,10 @@ class Reader:
             self._fields = [field for field in self._fields if is_below(field.path, keys)]
             self._linked = [f for f in self._linked if is_below(("next", *f.path), keys)]
 
+    def reads(self, records: Array, side: Array, reading: Reading) -> bool:
+        """Whether it reads these tables so."""
+        return self._records is records and self._side is side and self._reading is reading
+
     def read(
         self,
         rows: Array,

@@ -152,6 +152,9 @@ def nested(values: Mapping[Path, Tensor], batch_size: Sequence[int]) -> TensorDi
     """A TensorDict of values by path, all of them on the CPU and of that batch shape."""
     content: dict[str, Any] = {}
     for path, value in values.items():
-        put(content, path, value)
+        if len(path) == 1:
+            content[path[0]] = value
+        else:
+            put(content, path, value)
     made: TensorDict = _make(content, batch_size=torch.Size(batch_size))
     return made

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path as FilePath
+from typing import Any
 
 import numpy as np
 
@@ -40,6 +41,12 @@ class Ring:
         self.capacity, self.folder = capacity, folder
         self.links = Links(capacity)
         self._num_files = 0
+        self._reader: Reader | None = None  # that was made last, of all keys
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The tables move into shared memory, and the reader would keep a copy of them alive.
+        self._reader = None
+        return vars(self)
 
     def begin(self, layout: RecordLayout, num_slots: int = FEWEST_SLOTS) -> None:
         """Makes the tables.
@@ -60,6 +67,7 @@ class Ring:
 
     def discard(self) -> None:
         """Gives the tables up, and deletes their files."""
+        self._reader = None
         for name in ("records", "side"):
             if hasattr(self, name):
                 getattr(self, name).discard()
@@ -74,8 +82,13 @@ class Ring:
     def reader(self, reading: Reading, keys: Sequence[Path] | None = None) -> Reader:
         """Reads batches of what is here now; see `Reader`."""
         assert self.layout is not None
-        tables = self.records.array, self.side.array
-        return Reader(self.links, self.layout, *tables, reading, keys)
+        records, side, kept = self.records.array, self.side.array, self._reader
+        if keys is None and kept is not None and kept.reads(records, side, reading):
+            return kept
+        made = Reader(self.links, self.layout, records, side, reading, keys)
+        if keys is None:
+            self._reader = made
+        return made
 
     # ---- adding ----------------------------------------------------------------------------------
 

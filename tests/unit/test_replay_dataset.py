@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -143,3 +146,18 @@ class TestBuffer:
         dataset = ReplayDataset(in_buffer(), 3, 1, 4, replacement=False, shuffle=False)
         spawned = loader(dataset, num_workers=1, multiprocessing_context="spawn")
         assert firsts(spawned) == firsts(dataset)
+
+    def test_what_is_sent_shares_its_rows_though_batches_were_read_before(self) -> None:
+        buffer = ReplayBuffer(1000, seed=0)
+        rows = TensorDict({"observation": torch.rand(900, 1000)}, [900])
+        buffer.extend(rows)
+        buffer.sample(4)
+        sent = ForkingPickler.dumps(buffer)
+        assert len(sent) < 100_000 < rows["observation"].nbytes
+        buffer.extend(rows[:10] * 0.0 - 1.0)
+        received = pickle.loads(sent)
+        assert received.sample(900)["observation"].min() >= 0.0
+        assert torch.equal(
+            received.read(np.arange(900), 1, 1)["observation"].squeeze(1), rows["observation"]
+        )
+        assert buffer.sample(900)["observation"].min() == -1.0
