@@ -240,9 +240,7 @@ class ReplayBuffer:
         numbers: Array = newest - (newest - rows) % self.capacity
         return numbers
 
-    def _ask(
-        self, batch_size: int, clip_size: int, stride: int, pad: bool, at_start: bool
-    ) -> None:
+    def _ask(self, batch_size: int, clip_size: int, stride: int, pad: bool, at_start: bool) -> None:
         raise_if_any(
             [
                 *require_int("batch_size", batch_size, 1),

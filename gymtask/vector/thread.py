@@ -75,16 +75,19 @@ class ThreadVectorEnv(SyncVectorEnv):  # no [...]: Gymnasium 1.2 has none
         parts = [part.tolist() for part in np.array_split(np.arange(count), number)]
         self._threads = [_Thread(index) for index in range(number)]
         owners = np.repeat(np.arange(number), [len(part) for part in parts]).tolist()
-        made = [
-            partial(self._threads[owner].do, env_fn)
+        made: list[tuple[_Thread, Any]] = []
+        makers = [
+            partial(_make, self._threads[owner], env_fn, made)
             for owner, env_fn in zip(owners, env_fns, strict=True)
         ]
         self._steppers: list[VectorStepper] = []
         try:
-            super().__init__(made, copy, observation_mode, mode)
+            super().__init__(makers, copy, observation_mode, mode)
             self.env_fns = env_fns
             self._lay_out(parts)
         except BaseException:
+            for thread, env in made:
+                thread.begin(env.close)  # nobody asks how that went: what failed first is told
             self._stop()
             raise
         self.closed = False
@@ -267,6 +270,13 @@ class ThreadVectorEnv(SyncVectorEnv):  # no [...]: Gymnasium 1.2 has none
                 ResourceWarning,
                 stacklevel=4,
             )
+
+
+def _make(thread: _Thread, env_fn: Callable[[], Any], made: list[tuple[_Thread, Any]]) -> Any:
+    """Makes an environment in its thread, and notes that it is there to be closed."""
+    env = thread.do(env_fn)
+    made.append((thread, env))
+    return env
 
 
 class _Thread(threading.Thread):

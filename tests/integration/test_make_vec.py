@@ -240,6 +240,22 @@ class TestThreads:
         with pytest.raises(ConfigurationError, match="`num_workers` must be an integer from 1"):
             ThreadVectorEnv([ScriptedEnv], num_workers=2)
 
+    def test_close_what_was_made_where_another_cannot_be(self) -> None:
+        closed: list[int] = []
+
+        class Closing(ScriptedEnv):
+            def close(self) -> None:
+                closed.append(threading.get_ident())
+
+        def broken() -> ScriptedEnv:
+            raise ValueError("no display")
+
+        with pytest.raises(ValueError, match="no display"):
+            ThreadVectorEnv([Closing, Closing, broken, Closing], num_workers=2)
+        assert wait_for(lambda: len(closed) == 2, 5.0)
+        assert threading.get_ident() not in closed
+        assert wait_for(lambda: not any("vector" in t.name for t in threading.enumerate()), 1.0)
+
     def test_tell_what_others_raised_in_the_same_step(self) -> None:
         faults = {0: (1, "raise"), 2: (1, "raise")}
         envs = ThreadVectorEnv([partial(ScriptedEnv, faults=faults)] * 3, num_workers=3)
