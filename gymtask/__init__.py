@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from gymtask.config import ErrorHandlingConfig as ErrorHandlingConfig
     from gymtask.config import ReinforcementLearningTaskConfig as ReinforcementLearningTaskConfig
     from gymtask.environment import Environment as Environment
+    from gymtask.episodes import RecordedEpisode as RecordedEpisode
+    from gymtask.episodes import film as film
     from gymtask.errors import ConfigurationError as ConfigurationError
     from gymtask.errors import CutReturnWarning as CutReturnWarning
     from gymtask.errors import GymtaskError as GymtaskError
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
     from gymtask.trainer import TrainerConfig as TrainerConfig
     from gymtask.trainer import evaluate as evaluate
     from gymtask.trainer import load as load
+    from gymtask.trainer import load_episodes as load_episodes
     from gymtask.vector.make import make_vec as make_vec
     from gymtask.vector.process import ProcessVectorEnv as ProcessVectorEnv
     from gymtask.video import write_video as write_video
@@ -65,6 +68,7 @@ _HOMES = {
         "ReinforcementLearningTaskConfig",
     ),
     "environment": ("Environment",),
+    "episodes": ("RecordedEpisode", "film"),
     "errors": ("ConfigurationError", "CutReturnWarning", "GymtaskError"),
     "moments": ("RunningStatistics",),
     "normalize": ("ObservationNormalizer", "RewardNormalizer"),
@@ -84,7 +88,7 @@ _HOMES = {
         "vtrace",
     ),
     "task": ("ReinforcementLearningTask", "State"),
-    "trainer": ("SamplingConfig", "Trainer", "TrainerConfig", "evaluate", "load"),
+    "trainer": ("SamplingConfig", "Trainer", "TrainerConfig", "evaluate", "load", "load_episodes"),
     "vector.make": ("make_vec",),
     "vector.process": ("ProcessVectorEnv",),
     "video": ("write_video",),
@@ -112,6 +116,7 @@ __all__ = [
     "ObservationNormalizer",
     "Prioritization",
     "ProcessVectorEnv",
+    "RecordedEpisode",
     "ReinforcementLearningTask",
     "ReinforcementLearningTaskConfig",
     "ReplayBuffer",
@@ -128,9 +133,11 @@ __all__ = [
     "discounted_returns",
     "errors",
     "evaluate",
+    "film",
     "generalized_advantage_estimate",
     "lambda_returns",
     "load",
+    "load_episodes",
     "make_vec",
     "n_step_returns",
     "recurrent",

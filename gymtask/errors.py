@@ -14,6 +14,7 @@
     │   ├── PoolClosedError               ... because it is closed
     │   └── NothingPendingError           ... because no step was asked for
     ├── WorkerDiedError (RuntimeError)    a worker process ended without being asked to
+    ├── EpisodeError (RuntimeError)       a recorded episode is damaged, or does not repeat itself
     ├── VideoError (RuntimeError)         a film could not be encoded
     └── CollectionInterrupted             a collection was asked to stop between two steps
 
@@ -84,6 +85,10 @@ class WorkerDiedError(GymtaskError, RuntimeError):
 
     The message names it, its environments and the signal.
     """
+
+
+class EpisodeError(GymtaskError, RuntimeError):
+    """A recorded episode cannot be read, or was another one when it was played again."""
 
 
 class VideoError(GymtaskError, RuntimeError):

@@ -18,14 +18,18 @@ differentiable, compute in float64 for any dtype of the arguments, and never cha
 from __future__ import annotations
 
 import warnings
-from numbers import Integral, Real
-from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from gymtask.errors import ConfigurationError, CutReturnWarning
+from gymtask.errors import CutReturnWarning
+from gymtask.return_arguments import (
+    broken,
+    checked_clip,
+    checked_count,
+    checked_fraction,
+    checked_rows,
+)
 from gymtask.scans import (
     Array,
     clipped_ratio,
@@ -34,7 +38,6 @@ from gymtask.scans import (
     nan_row,
     one_later,
     one_step,
-    plain,
     scan,
     scan_windows,
     select,
@@ -89,9 +92,9 @@ def discounted_returns(
     Raises:
         ConfigurationError: An argument breaks its rule, or a `next_value` that is used is NaN.
     """
-    gamma = _check_fraction("gamma", gamma)
+    gamma = checked_fraction("gamma", gamma)
     others = {} if next_value is None else {"next_value": next_value}
-    r, *values, term, trunc, last = _check_rows(reward, terminated, truncated, end, others)
+    r, *values, term, trunc, last = checked_rows(reward, terminated, truncated, end, others)
     n = values[0] if values else None
     stopped = stops(term, trunc, last)
     unused = term | ~stopped
@@ -141,9 +144,9 @@ def generalized_advantage_estimate(
     Raises:
         ConfigurationError: An argument breaks its rule, or a `next_value` that is used is NaN.
     """
-    gamma, gae_lambda = _check_fraction("gamma", gamma), _check_fraction("gae_lambda", gae_lambda)
+    gamma, gae_lambda = checked_fraction("gamma", gamma), checked_fraction("gae_lambda", gae_lambda)
     values = {"value": value, "next_value": next_value}
-    r, v, n, term, trunc, last = _check_rows(reward, terminated, truncated, end, values)
+    r, v, n, term, trunc, last = checked_rows(reward, terminated, truncated, end, values)
     stopped = stops(term, trunc, last)
     with np.errstate(all="ignore"):
         x = one_step(r, n, term, gamma)
@@ -190,9 +193,9 @@ def lambda_returns(
     Raises:
         ConfigurationError: An argument breaks its rule, or a `next_value` that is used is NaN.
     """
-    gamma, lambda_ = _check_fraction("gamma", gamma), _check_fraction("lambda_", lambda_)
+    gamma, lambda_ = checked_fraction("gamma", gamma), checked_fraction("lambda_", lambda_)
     values = {"next_value": next_value}
-    r, n, term, trunc, last = _check_rows(reward, terminated, truncated, end, values)
+    r, n, term, trunc, last = checked_rows(reward, terminated, truncated, end, values)
     stopped = stops(term, trunc, last)
     unused = term | ~stopped if lambda_ == 1.0 else term
     with np.errstate(all="ignore"):
@@ -236,9 +239,9 @@ def n_step_returns(
     Raises:
         ConfigurationError: An argument breaks its rule, or a `next_value` that is used is NaN.
     """
-    gamma, n = _check_fraction("gamma", gamma), _check_count("n", n)
+    gamma, n = checked_fraction("gamma", gamma), checked_count("n", n)
     values = {"next_value": next_value}
-    r, after, term, trunc, last = _check_rows(reward, terminated, truncated, end, values)
+    r, after, term, trunc, last = checked_rows(reward, terminated, truncated, end, values)
     n = min(n, r.shape[-1])
     stopped = stops(term, trunc, last)
     if may_hold_nan(after):
@@ -303,11 +306,11 @@ def vtrace(
     Raises:
         ConfigurationError: An argument breaks its rule, or a `next_value` that is used is NaN.
     """
-    gamma, lambda_ = _check_fraction("gamma", gamma), _check_fraction("lambda_", lambda_)
-    rho_clip, c_clip = _check_clip("rho_clip", rho_clip), _check_clip("c_clip", c_clip)
+    gamma, lambda_ = checked_fraction("gamma", gamma), checked_fraction("lambda_", lambda_)
+    rho_clip, c_clip = checked_clip("rho_clip", rho_clip), checked_clip("c_clip", c_clip)
     values = {"value": value, "next_value": next_value}
     values |= {"log_prob": log_prob, "behaviour_log_prob": behaviour_log_prob}
-    r, v, n, log_p, log_mu, term, trunc, last = _check_rows(
+    r, v, n, log_p, log_mu, term, trunc, last = checked_rows(
         reward, terminated, truncated, end, values
     )
     stopped = stops(term, trunc, last)
@@ -346,66 +349,4 @@ def _is_tame(x: Array, next_value: Array | None, unused: Array) -> bool:
 def _refuse_nan(next_value: Array, unused: Array) -> None:
     if (row := nan_row(next_value, unused)) is not None:
         rule = "not be NaN at a row that bootstraps from it"
-        raise _broken("next_value", rule, f"nan at row {row}")
-
-
-def _check_rows(
-    reward: Tensor,
-    terminated: Tensor,
-    truncated: Tensor,
-    end: Tensor | None,
-    others: dict[str, Tensor],
-) -> list[Any]:
-    """Gives reward, others, terminated, truncated and end as numpy arrays where these will do."""
-    floats, flags = [reward, *others.values()], [terminated, truncated]
-    if (views := plain(floats, flags if end is None else [*flags, end])) is not None:
-        return [*views, None] if end is None else views
-    if not isinstance(reward, Tensor):
-        raise _broken("reward", "be a torch.Tensor", type(reward).__name__)
-    if not reward.dtype.is_floating_point:
-        raise _broken("reward", "have a floating dtype", reward.dtype)
-    if not reward.shape:
-        raise _broken("reward", "have the shape [..., T], time last", "()")
-    _check_like(reward, reward.dtype, **others)
-    _check_like(reward, torch.bool, terminated=terminated, truncated=truncated)
-    if end is not None:
-        _check_like(reward, torch.bool, end=end)
-    return [*floats, *flags, end]
-
-
-def _check_like(reward: Tensor, dtype: torch.dtype, **tensors: Tensor) -> None:
-    shape, device = reward.shape, reward.device
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor):
-            raise _broken(name, "be a torch.Tensor", type(tensor).__name__)
-        if tensor.shape != shape:
-            rule = f"have the shape {tuple(shape)} of `reward`, time last"
-            raise _broken(name, rule, tuple(tensor.shape))
-        if tensor.dtype != dtype:
-            raise _broken(name, f"have the dtype {dtype}", tensor.dtype)
-        if tensor.device != device:
-            raise _broken(name, f"be on {device}, the device of `reward`", tensor.device)
-
-
-def _check_fraction(name: str, value: float) -> float:
-    if type(value) is float and 0.0 <= value <= 1.0:
-        return value
-    if not isinstance(value, Real) or isinstance(value, bool) or not 0.0 <= value <= 1.0:
-        raise _broken(name, "be a number in [0, 1]", repr(value))
-    return float(value)
-
-
-def _check_clip(name: str, value: float) -> float:
-    if not isinstance(value, Real) or isinstance(value, bool) or not value > 0.0:
-        raise _broken(name, "be a number above 0", repr(value))
-    return float(value)
-
-
-def _check_count(name: str, value: int) -> int:
-    if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
-        raise _broken(name, "be a whole number of at least 1", repr(value))
-    return int(value)
-
-
-def _broken(name: str, rule: str, value: object) -> ConfigurationError:
-    return ConfigurationError(f"`{name}` must {rule}, got {value}")
+        raise broken("next_value", rule, f"nan at row {row}")

@@ -38,6 +38,8 @@ class Rollout:
             yet.
         episodes: Records of episodes that ended and were not handed out yet.
         actions: Those of the open episodes, where the pool records how they began.
+        played: Where the pool keeps that, the episodes that ended and what was done in them, by
+            leaf of the action space [T, *shape], until somebody takes them.
         carries: By key [N, ...], what the open episodes of an earlier process had come to, where
             this one goes on with them.
         num_posted: What the pool's `num_posted` was when the collector last stepped it.
@@ -75,6 +77,7 @@ class Rollout:
         self._initial_carry: dict[Key, Array] = {}
         self._extras: dict[Key, Column] = {}
         self.actions = EpisodeActions(n) if pool.records_starts else None
+        self.played: list[tuple[EpisodeRecord, list[Array]]] = []
         self.carries: dict[Key, Array] = {}
         self.num_posted = pool.num_posted
         self.turn_time = 0.0
@@ -323,10 +326,13 @@ class Rollout:
             table[self.cursor[index], index] = value
         piece = self._hand_out(index, final, int(self.cursor[index] - self.start[index]))
         length = piece.first_step + piece.length
-        record = (piece.trajectory_id, index, float(self.returns[index]), length)
+        place, total = (piece.trajectory_id, index), float(self.returns[index])
+        episode = EpisodeRecord(*place, total, length, terminated, truncated)
+        self.episodes.append(episode)
         if self.actions is not None:
+            if self._pool.keeps_starts:
+                self.played.append((episode, self.actions.of(index)))
             self.actions.forget(index)
-        self.episodes.append(EpisodeRecord(*record, terminated, truncated))
         self.step[index] = 0
         self.returns[index] = 0.0
         self._pool.episode[index] += 1

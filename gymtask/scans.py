@@ -23,8 +23,6 @@ from torch.nn.functional import pad
 Array = TypeVar("Array", Tensor, NDArray[Any])
 Floats: TypeAlias = NDArray[np.float64]
 
-_BOOL = np.dtype(np.bool_)
-_FAST = np.dtype(np.float32), np.dtype(np.float64)
 _SMALL = 512
 """Rows below which doubling, with its fewer calls, beats halving, with its fewer operations."""
 _CACHED = 32768
@@ -37,30 +35,6 @@ _TAME_SQUARES = 1e300
 """Numbers whose squares sum to less than this are tame."""
 _TINY = 1e-290
 """What smaller numbers than this are factors of is left out; theirs may be denormal, and slow."""
-
-
-def plain(floats: list[Tensor], flags: list[Tensor]) -> list[Any] | None:
-    """Gives numpy views of the tensors, or None unless numpy can do the work with all of them.
-
-    It can where they have one shape [..., T], the floats one dtype of float32 and float64, the
-    flags bool. Numpy tells it of its views at a fraction of what PyTorch takes.
-    """
-    try:
-        views: list[Any] = [x.numpy() for x in (*floats, *flags)]
-        first, count = views[0], len(floats)
-        shape, dtype = first.shape, first.dtype
-        if not shape or dtype not in _FAST:
-            return None
-        for view in views[:count]:
-            if view.dtype != dtype or view.shape != shape:
-                return None
-        for view in views[count:]:
-            if view.dtype != _BOOL or view.shape != shape:
-                return None
-    except (AttributeError, RuntimeError, TypeError):
-        # No tensor, or one on a GPU, of a graph, or negated lazily.
-        return None
-    return views
 
 
 def to_tensor(x: Array, like: Array) -> Tensor:

@@ -14,10 +14,11 @@ from gymtask.task import ReinforcementLearningTask, State
 from gymtask.training.config import SamplingConfig, TrainerConfig, validate_trainer
 from gymtask.training.evaluation import evaluate
 from gymtask.training.loading import load
+from gymtask.training.recording import load_episodes
 from gymtask.training.run import Run
 from gymtask.training.stopping import StopRequests
 
-__all__ = ["SamplingConfig", "Trainer", "TrainerConfig", "evaluate", "load"]
+__all__ = ["SamplingConfig", "Trainer", "TrainerConfig", "evaluate", "load", "load_episodes"]
 
 
 class Trainer:
@@ -100,7 +101,7 @@ class Trainer:
     Attributes:
         config: As given; likewise `loggers`.
         run_dir: Where the last run wrote: config.yaml, metrics.csv, TensorBoard events,
-            learning_curve.png, checkpoints/, clips/.
+            learning_curve.png, checkpoints/, clips/, episodes/.
         stopped_by: What ended it: "max_epochs", "max_steps", "max_samples", "max_seconds",
             "target_return", "SIGINT" or "SIGTERM".
         rank: Number of this process among those of the last run, from 0. What comes after training,

@@ -233,11 +233,12 @@ def _load(path: Path) -> dict[str, Any]:
 def list_checkpoints(run_dir: Path) -> list[Path]:
     """The whole checkpoints of a run, oldest first."""
     found = (run_dir / FOLDER).glob("epoch-*")
-    return sorted((path for path in found if (path / STATE_FILE).is_file()), key=_moment)
+    return sorted((path for path in found if (path / STATE_FILE).is_file()), key=moment_of)
 
 
-def _moment(folder: Path) -> tuple[int, ...]:
-    match = _NAME.search(folder.name)
+def moment_of(path: Path) -> tuple[int, ...]:
+    """Epochs and samples by which something of a run was named; (-1,) for other names."""
+    match = _NAME.search(path.name)
     return tuple(map(int, match.groups())) if match else (-1,)
 
 
@@ -307,7 +308,7 @@ def tidy(run_dir: Path, resumed: Path | None) -> None:
     if resumed is None:
         return
     for newer in list_checkpoints(run_dir):
-        if newer.resolve() != resumed.resolve() and _moment(newer) > _moment(resumed):
+        if newer.resolve() != resumed.resolve() and moment_of(newer) > moment_of(resumed):
             aside = newer.with_name(f"{SUPERSEDED}{newer.name}")
             if aside.exists():
                 shutil.rmtree(aside)

@@ -91,6 +91,9 @@ class TrainerConfig:
         target_return: Mean return of an evaluation at which the run stops; None: none.
         checkpoint_replay: Whether checkpoints of off-policy training hold the replay buffer. Only
             the newest one keeps it.
+        record_actions: Whether episodes are recorded, so that they can be filmed afterwards: how
+            each one began and what was done in it, in episodes/. `gymtask.load_episodes` reads
+            them, `gymtask.film` plays one again. Not in native mode.
     """
 
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
@@ -113,6 +116,7 @@ class TrainerConfig:
     keep_checkpoints: int | None = None
     target_return: float | None = None
     checkpoint_replay: bool = True
+    record_actions: bool = False
 
 
 def validate_trainer(config: TrainerConfig) -> None:
@@ -231,7 +235,8 @@ def _training(config: TrainerConfig) -> Iterator[str]:
     for name in ("eval_interval", "checkpoint_interval", "clip_interval", "keep_checkpoints"):
         yield from _optional_int(name, getattr(config, name))
     yield from _target(config)
-    yield from require_bool("checkpoint_replay", config.checkpoint_replay)
+    for name in ("checkpoint_replay", "record_actions"):
+        yield from require_bool(name, getattr(config, name))
 
 
 def _target(config: TrainerConfig) -> Iterator[str]:

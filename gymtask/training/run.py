@@ -29,6 +29,7 @@ from gymtask.training.limits import Limits
 from gymtask.training.logs import Progress, Statistics, make_loggers
 from gymtask.training.off_policy import Replay
 from gymtask.training.ranks import Ranks
+from gymtask.training.recording import Recorder, tidy_episodes
 from gymtask.training.run_dir import find_start, make_run_dir, run_dir_of
 from gymtask.training.setup import check_fit, make_fabric
 from gymtask.training.snapshot import Snapshot, plain_configs
@@ -115,6 +116,8 @@ class Run:
         self._keeper = Keeper(
             self._run_dir, self._config.keep_checkpoints, self._snapshot.best, ranks
         )
+        clip = self._task.config.environment.action_clip
+        self._recorder = Recorder(self._run_dir, self._pool, ranks.rank, action_clip=clip)
         self._start_logs()
         self._model.train()
         self._task.train()
@@ -129,6 +132,7 @@ class Run:
         else:
             run_dir = run_dir_of(folder)
         checkpoint.tidy(run_dir, folder)
+        tidy_episodes(run_dir, folder)
         return run_dir
 
     def _start_replay(self, folder: Path | None) -> None:
@@ -146,7 +150,7 @@ class Run:
         pool.total_envs = self._ranks.size * self._num_envs
         pool.noise_key = (self._seed, "noise", 0)
         if not pool.steps_together:
-            pool.record_starts()
+            pool.record_starts(keep=self._config.record_actions)
 
     def _close_pool(self) -> None:
         patience = self._pool.cleanup_time
@@ -190,6 +194,7 @@ class Run:
         self._progress.show(self.state, self._statistics.recent)
         if self._logged != self.state.num_epochs:
             self._log()
+        self._recorder.write(self.state)
         if self._config.checkpoint_interval is not None:
             self._save()
         self._draw(force=True)
@@ -351,6 +356,7 @@ class Run:
         for log in self._loggers:
             log.log_metrics(row, self.state.num_samples)
         self._logged = self.state.num_epochs
+        self._recorder.write(self.state)
         self._draw()
 
     def _draw(self, *, force: bool = False) -> None:
@@ -363,6 +369,7 @@ class Run:
         folder = self._run_dir / checkpoint.FOLDER / name
         if folder.exists():  # nothing was done since it was written
             return
+        self._recorder.write(self.state)  # before: what is newer than a checkpoint is not kept
         replay = self._replay if self._config.checkpoint_replay else None
         score = self._score()
         if self._keeper.is_best(score):

@@ -26,6 +26,12 @@ def check_fit(config: TrainerConfig, task: ReinforcementLearningTask[Any, Any]) 
     workers = task.get_environment_workers(config.sampling.force_sync)
     num_envs = sum(len(worker.env_ids) for worker in workers)
     raise_if_any(list(fit_problems(config.sampling, task.config, num_envs)))
+    mode = task.config.environment.env_worker_mode
+    if config.record_actions and mode == "native" and not config.sampling.force_sync:
+        raise ConfigurationError(
+            "`record_actions` must be False in native mode, as a VectorEnv cannot begin one of its"
+            " episodes again, got True; use another env_worker_mode"
+        )
     if overrides(task, "get_replay_buffer") and not task.config.dataset.off_policy:
         logger.warning(
             "get_replay_buffer() of %s has no part in training, as dataset.off_policy is False",

@@ -109,7 +109,7 @@ class Snapshot:
             "num_evaluations": task.num_evaluations,
             "num_clips": task.num_clips,
             "config": plain_configs(self.config, task),
-            "environment": _describe(pool.workers[0].maker),
+            "environment": describe_environment(pool.workers[0].maker),
         }
 
     def check(self, saved: Mapping[str, Any], num_envs: int) -> None:
@@ -247,7 +247,7 @@ def _import_path(kind: type[Any]) -> str:
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
-def _describe(maker: EnvironmentMaker) -> dict[str, Any]:
+def describe_environment(maker: EnvironmentMaker) -> dict[str, Any]:
     """The id of an environment and its spec as JSON, where it has one that can be written so."""
     spec = None
     if isinstance(maker.env, EnvSpec):

@@ -69,6 +69,7 @@ class WorkerPool(ResumableQueue):
         was_reset: Whether the pool was reset at least once.
         closed: Whether it is closed.
         records_starts: Whether it is noted how each episode begins.
+        keeps_starts: Whether that is kept of episodes that ended.
         first_env: The index of environment 0 among those of all processes of a run; it tells seeds
             and ids apart. May be set before the first reset, as the next.
         total_envs: Environments of all processes.

@@ -25,7 +25,7 @@ class ResumableQueue(StepQueue):
         self.episode: Array = np.full(self.num_envs, -1, np.int64)
         self.memory: Any = None
         self.cursor = 0
-        self.was_reset = self.records_starts = False
+        self.was_reset = self.records_starts = self.keeps_starts = False
         self.first_env, self.total_envs = 0, self.num_envs
 
     def state_dict(self) -> dict[str, Any]:
@@ -54,14 +54,22 @@ class ResumableQueue(StepQueue):
         self.episode[:] = state["episode"]
         self.cursor = int(state["cursor"])
 
-    def record_starts(self) -> None:
-        """From now on notes how each episode begins; to be called before the first reset."""
-        self._on_all("record_starts", [()] * self.num_envs)
-        self.records_starts = True
+    def record_starts(self, *, keep: bool = False) -> None:
+        """From now on notes how each episode begins; to be called before the first reset.
+
+        Args:
+            keep: Whether that is kept when an episode ends, for `take_starts`.
+        """
+        self._on_all("record_starts", [(keep,)] * self.num_envs)
+        self.records_starts, self.keeps_starts = True, keep
 
     def get_starts(self) -> list[dict[str, Any]]:
         """How the open episode of each environment began, N plain values."""
         return self._on_all("get_start", [()] * self.num_envs)
+
+    def take_starts(self) -> list[list[dict[str, Any]]]:
+        """How the episodes began that have ended since this was last asked, by environment."""
+        return self._on_all("take_starts", [()] * self.num_envs)
 
     def restart(self, starts: Sequence[dict[str, Any]]) -> None:
         """Begins episodes as others began, of which `get_starts` told; the counters stay."""

@@ -131,14 +131,17 @@ class EnvironmentStepper:
         starts: How the open episode of each environment began, where that is noted: "seed" is that
             of its last reset that had one, and "random_state" is where its generators stood when
             the episode began, if that was later.
+        keeps_starts: Whether those of episodes that ended stay in `ended_starts`.
+        ended_starts: For each environment, in order of time, until somebody takes them.
     """
 
     def __init__(self, slots: Slots, makers: Mapping[int, EnvironmentMaker]) -> None:
         self.slots = slots
         self.progress: Any = [-1]
-        self.isolates = self.records_starts = False
+        self.isolates = self.records_starts = self.keeps_starts = False
         self.envs: dict[int, AnyEnv] = {}
         self.starts: dict[int, dict[str, Any]] = {}
+        self.ended_starts: dict[int, list[dict[str, Any]]] = {}
         self._randomness: dict[int, Randomness] = {}
         self._makers = makers
         self._info_keys = {index: maker.info_keys for index, maker in makers.items()}
@@ -205,6 +208,8 @@ class EnvironmentStepper:
                 self.slots.infos[index] = found
             if terminated or truncated:
                 self._write_final(index, observation)
+                if self.keeps_starts:
+                    self.ended_starts.setdefault(index, []).append(self.starts[index])
                 if self.records_starts:
                     self._note_start(index)
                 observation, _ = begin_episode(envs[index])
@@ -249,7 +254,8 @@ class EnvironmentStepper:
     ) -> list[Any]:
         """Runs "reset", "call", "get_attr", "set_attr" or "render" on some environments.
 
-        Or what lets episodes be begun again: "record_starts", "get_start" or "restart".
+        Or what lets episodes be begun again: "record_starts", "get_start", "take_starts" or
+        "restart".
 
         Args:
             method: What to run.
@@ -264,8 +270,11 @@ class EnvironmentStepper:
                 getattr(self, method)(index, *args[index])
             elif method == "record_starts":
                 self.records_starts = True
+                (self.keeps_starts,) = args[index]
             elif method == "get_start":
                 results.append(self.starts[index])
+            elif method == "take_starts":
+                results.append(self.ended_starts.pop(index, []))
             elif self.isolates:
                 own, keywords = copied((args[index], kwargs))
                 results.append(copied(_APPLY[method](self.envs[index], *own, **keywords)))

@@ -29,7 +29,10 @@ def test_the_snippet_trains_as_it_stands(
     exec(compile(snippet.replace("max_epochs=20", "max_epochs=2"), "README.md", "exec"), {})
     printed = capsys.readouterr().out
     assert (tmp_path / "clip.mp4").exists()
-    (run,) = (tmp_path / "runs" / "reinforce").iterdir()
+    assert (tmp_path / "best.mp4").exists()
+    run, recorded = sorted((tmp_path / "runs" / "reinforce").iterdir())
+    assert not (run / "episodes").exists()
+    assert len(list((recorded / "episodes").iterdir())) == 2
     assert printed.endswith(f"steps; everything is in {run}\n")
     assert int(printed.split()[0]) >= 2 * 2048
 

@@ -28,8 +28,9 @@ ORDER = [
     "errors", "config", "maker", "wrappers", "workers", "vector", "spaces", "video", "environment",
     "tape", "trajectory", "masks", "sampling", "states", "recurrent", "options", "plan", "together",
     "random_actions", "acting", "cursors", "episode_actions", "windows", "replay", "rollout",
-    "collector", "samples", "scans", "returns", "moments", "running_returns", "normalize", "clips",
-    "hooks", "task", "resuming", "training", "trainer", "testing",
+    "collector", "episodes", "samples", "scans", "return_arguments", "returns", "moments",
+    "running_returns", "normalize", "clips", "hooks", "task", "resuming", "training", "trainer",
+    "testing",
 ]  # fmt: skip
 """Imports go from later names to earlier ones only, but for type annotations."""
 

@@ -96,6 +96,7 @@ def test_defaults_are_those_of_the_documentation() -> None:
         "keep_checkpoints": None,
         "target_return": None,
         "checkpoint_replay": True,
+        "record_actions": False,
     }
 
 
