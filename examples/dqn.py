@@ -168,7 +168,7 @@ class DQN(gymtask.ReinforcementLearningTask[DQNConfig, QNetwork]):
 
     def epsilon(self) -> float:
         """[1] Falls linearly, by the transitions collected so far."""
-        progress = min(1.0, self.state.num_samples / self.config.exploration_samples)
+        progress = min(1.0, self.state.num_samples / max(1, self.config.exploration_samples))
         return 1.0 + progress * (self.config.final_epsilon - 1.0)
 
     def get_actions(self, model: QNetwork, states: TensorDict, optimal: bool) -> Tensor:

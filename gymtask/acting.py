@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -131,7 +131,7 @@ class Actor:
         self.initial_carry: dict[Key, Array] = {}
         if not overrides(self.task, "get_initial_carry"):
             return
-        with eval_mode(self._model), torch.no_grad():
+        with eval_mode(self._model, self.task), torch.no_grad():
             carry = self.task.get_initial_carry(self._model)
         if not isinstance(carry, TensorDictBase) or carry.batch_size != ():
             raise HookError(
@@ -297,14 +297,19 @@ def overrides(task: object, hook: str) -> bool:
 
 
 @contextmanager
-def eval_mode(model: Any) -> Iterator[None]:
-    """Puts a module into eval mode, and each of its parts back into the mode that it had."""
-    modules: Sequence[nn.Module] = list(model.modules()) if isinstance(model, nn.Module) else ()
-    training = [module for module in modules if module.training]
+def eval_mode(*modules: Any) -> Iterator[None]:
+    """Puts modules into eval mode, and each of their parts back into the mode that it had.
+
+    Args:
+        *modules: A model and its task; what is no module is left alone.
+    """
+    found = [module for module in modules if isinstance(module, nn.Module)]
+    training = [part for module in found for part in module.modules() if part.training]
     if training:
-        model.eval()
+        for module in found:
+            module.eval()
     try:
         yield
     finally:
-        for module in training:
-            module.training = True
+        for part in training:
+            part.training = True

@@ -168,7 +168,7 @@ class Clip:
         arrays[("step",)][0] = arrays[("run_step",)][0] = self._length
         arrays[("is_init",)][0] = self._length == 0
         arrays[("env_id",)][0] = arrays[("trajectory_id",)][0] = 0
-        with eval_mode(self._model):
+        with eval_mode(self._model, actor.task):
             return actor.act(np.zeros(1, np.int64))
 
     def _keep(self, rows: Mapping[Key, Array]) -> None:

@@ -38,7 +38,7 @@ class Collection:
     """One call of `iter_samples`: turns of the loop until every environment gave what it owes.
 
     A context manager: when it is left, outstanding steps are waited for. Whoever asks for pieces
-    puts the model into eval mode.
+    puts model and task into eval mode.
 
     Attributes:
         rollout: The pool's open pieces.
@@ -353,7 +353,7 @@ def run_episodes(
     options = CollectOptions(optimal=optimal, use_tqdm=False)
     plan = EpisodesTogether(shares) if pool.steps_together else EpisodeShares(shares)
     collection = Collection(task, model, pool, options, plan)
-    with collection, eval_mode(model):
+    with collection, eval_mode(model, task):
         while collection.next_piece() is not None:
             collection.accept()
     episodes, collection.rollout.episodes = collection.rollout.episodes, []

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from gymtask.acting import Actor, Answer, eval_mode
+from gymtask.acting import Actor, Answer
 from gymtask.collector import Collection, noise_of, rollout_of
 from gymtask.options import CollectOptions
 from gymtask.plan import EqualShares
@@ -110,7 +110,7 @@ def _play(
         total_samples=int(lengths.sum()), max_trajectory_length=PIECE, use_tqdm=False
     )
     plan = EqualShares(lengths.tolist(), whole_episodes=False)
-    with Collection(task, None, pool, options, plan, actor) as collection, eval_mode(None):
+    with Collection(task, None, pool, options, plan, actor) as collection:
         while collection.next_piece() is not None:
             collection.accept()
     rollout.episodes.clear()

@@ -55,7 +55,7 @@ def _iterate(
 ) -> Iterator[TensorDict]:
     with begin(task, model, pool, options) as collection:
         while True:
-            with eval_mode(model):
+            with eval_mode(model, task):
                 piece = collection.next_piece()
             if piece is None:
                 return
@@ -84,7 +84,7 @@ def collect_samples(
     rollout = collection.rollout
     pieces: list[Piece] = []
     try:
-        with collection, eval_mode(model):
+        with collection, eval_mode(model, task):
             while (piece := collection.next_piece()) is not None:
                 collection.accept()
                 pieces.append(piece)
@@ -246,7 +246,7 @@ def _with_values(
 
 
 def _estimate(task: ReinforcementLearningTask[Any, Any], model: Any, states: TensorDict) -> Tensor:
-    with eval_mode(model), torch.no_grad():
+    with eval_mode(model, task), torch.no_grad():
         device = device_of(model)
         values = task.get_values(model, states if device is None else states.to(device))
     if (

@@ -16,6 +16,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -119,7 +120,7 @@ def epsilon_greedy(
     Returns:
         int64 [n].
     """
-    if isinstance(epsilon, (int, float)) and not 0 <= epsilon <= 1:
+    if isinstance(epsilon, Real) and not 0 <= epsilon <= 1:
         raise ConfigurationError(f"`epsilon` must lie in 0 to 1, got {epsilon}")
     if mask is not None:
         values = masked(values, mask)

@@ -15,6 +15,7 @@ from gymtask.config import validate
 from gymtask.environment import Environment, warn_of_other_spaces
 from gymtask.errors import HookError
 from gymtask.hooks import ConfigT, ModelT, State, TaskHooks
+from gymtask.logged import LoggedNumbers
 from gymtask.options import CollectOptions
 from gymtask.replay import MultiReplaySamples, ReplayBuffer, ReplayDataset
 from gymtask.workers.pool import WorkerPool
@@ -62,6 +63,7 @@ class ReinforcementLearningTask(TaskHooks[ConfigT, ModelT]):
         batch_keys: Keys that training batches hold; None gives all of them.
         forward_methods: Names of methods of the model, beside `forward`, that run its parameters.
         num_evaluations: Evaluations made so far; each has random streams of its own.
+        logged: Numbers for the next row of metrics.
         replay_buffer: That of a run with `dataset.off_policy`; None before it begins.
     """
 
@@ -80,7 +82,7 @@ class ReinforcementLearningTask(TaskHooks[ConfigT, ModelT]):
         self._num_clips = 0
         self.num_evaluations = 0
         self.replay_buffer: ReplayBuffer | None = None
-        self._logged: dict[str, list[Tensor | float]] = {}
+        self.logged = LoggedNumbers()
 
     # ---- metrics ---------------------------------------------------------------------------------
 
@@ -91,16 +93,17 @@ class ReinforcementLearningTask(TaskHooks[ConfigT, ModelT]):
         the rows; a loop of your own reads the means with `take_logged`.
 
         Args:
-            name: The column, such as "epsilon" or "kl".
+            name: The column, such as "epsilon" or "kl"; in an evaluation it is "eval/epsilon".
             value: A number or a tensor ().
+
+        Raises:
+            HookError: It is a tensor of several numbers.
         """
-        number = value.detach() if isinstance(value, Tensor) else float(value)
-        self._logged.setdefault(name, []).append(number)
+        self.logged.add(f"eval/{name}" if self.state.phase == "eval" else name, value)
 
     def take_logged(self) -> dict[str, float]:
         """The means of what was logged, which begin anew."""
-        logged, self._logged = self._logged, {}
-        return {name: sum(map(float, values)) / len(values) for name, values in logged.items()}
+        return self.logged.take()
 
     # ---- environments ----------------------------------------------------------------------------
 

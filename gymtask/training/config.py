@@ -87,7 +87,7 @@ class TrainerConfig:
         keep_checkpoints: How many of the newest checkpoints are kept, beside the best one, to which
             checkpoints/best leads; None: all. The best is that of the highest mean return: of an
             evaluation, where there are evaluations (one that is the best so far writes a
-            checkpoint), else of the last 100 episodes.
+            checkpoint), else of the last 100 episodes, and until as many have ended the newest.
         target_return: Mean return of an evaluation at which the run stops; None: none.
         checkpoint_replay: Whether checkpoints of off-policy training hold the replay buffer. Only
             the newest one keeps it.

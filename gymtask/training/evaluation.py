@@ -35,7 +35,13 @@ def evaluate(
     one: to take the first ones that finish would favour the short ones. Each evaluation of a task
     has seeds of its own, (env_seed, "eval", environment, number of the evaluation), for the
     environments as for the noise of `gymtask.sampling`. It leaves no trace in training: the global
-    random generators, `task.state` and the model's mode are afterwards what they were before.
+    random generators, `task.state` and the modes of model and task are afterwards what they were
+    before.
+
+    Statistics of Gymnasium's own NormalizeObservation belong to an environment and begin anew here;
+    `gymtask.ObservationNormalizer` belongs to the task and shows the policy what it has learnt on.
+    An environment without a time limit, and a policy that never comes to an end, have no end here
+    either: give `Environment(max_episode_steps=...)`.
 
     Args:
         task: Gives environments and acts.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from collections.abc import Callable, Mapping
@@ -11,6 +12,8 @@ from typing import Any, TypeGuard
 from gymtask.training.checkpoint import FOLDER, TEMPORARY, list_checkpoints, save_checkpoint
 from gymtask.training.ranks import Ranks
 
+UNKNOWN = -math.inf
+"""The score of a checkpoint when too little is known to compare it with others."""
 BEST = "best"
 """Name of the link to the best checkpoint, beside the checkpoints."""
 
@@ -57,7 +60,10 @@ class Keeper:
 
     def is_best(self, score: float | None) -> TypeGuard[float]:
         """Whether a checkpoint of this score would be the best."""
-        return score is not None and (self.best is None or score > self.best[0])
+        if score is None or math.isnan(score):
+            return False
+        # Of those that are not to be compared yet the newest is the best.
+        return self.best is None or score > self.best[0] or score == self.best[0] == UNKNOWN
 
     def save(
         self,

@@ -139,5 +139,6 @@ def _filled(kind: Any, values: Mapping[str, Any], name: str) -> Any:
         present = getattr(config, key)
         if is_dataclass(present) and isinstance(value, Mapping):
             value = _filled(type(present), value, f"{name}.{key}")
-        setattr(config, key, value)
+        # Past the __setattr__ of a frozen one, which refuses.
+        (object.__setattr__ if kind.__dataclass_params__.frozen else setattr)(config, key, value)
     return config

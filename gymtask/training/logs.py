@@ -20,6 +20,7 @@ from lightning_fabric.loggers.tensorboard import TensorBoardLogger
 from tqdm import tqdm
 
 from gymtask.config import ReinforcementLearningTaskConfig
+from gymtask.errors import HookError
 from gymtask.replay import EpisodeRecord
 from gymtask.task import State
 
@@ -84,8 +85,33 @@ class Statistics:
         finally:
             self._seconds[what] += time.perf_counter() - started
 
-    def take_row(self, state: State, learning_rates: Mapping[str, float]) -> dict[str, float]:
+    def state_dict(self) -> dict[str, Any]:
+        """What the next row will tell of so far, but for times; plain values."""
+        return {
+            "recent": list(self.recent),
+            "episodes": [asdict(episode) for episode in self._episodes],
+            "evaluated": [asdict(episode) for episode in self._evaluated],
+            "updates": self._updates,
+            "num_dropped": self._num_dropped,
+        }
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Takes over what `state_dict` gave."""
+        self.recent.extend(saved["recent"])
+        self._episodes = [EpisodeRecord(**episode) for episode in saved["episodes"]]
+        self._evaluated = [EpisodeRecord(**episode) for episode in saved["evaluated"]]
+        self._updates = {name: list(numbers) for name, numbers in saved["updates"].items()}
+        self._num_dropped = saved["num_dropped"]
+
+    def take_row(
+        self, state: State, learning_rates: Mapping[str, float], logged: Mapping[str, float]
+    ) -> dict[str, float]:
         """Makes a row of metrics, and starts anew.
+
+        Args:
+            state: The counters.
+            learning_rates: By column.
+            logged: What the task logged, by column.
 
         Returns:
             Counters; count, mean, minimum and maximum of returns and lengths; means of losses and
@@ -93,6 +119,9 @@ class Statistics:
             and which share of all time since the last row they are (what is left went into logs,
             clips and checkpoints). What there is nothing to say about (no episode ended) is left
             out.
+
+        Raises:
+            HookError: The task logged something under the name of another column.
         """
         now = time.perf_counter()
         whole, self._began = now - self._began, now
@@ -113,7 +142,11 @@ class Statistics:
             **{f"time_share/{what}": part / whole for what, part in self._seconds.items()},
         }
         self._clear()
-        return row
+        if taken := sorted(row.keys() & logged.keys()):
+            raise HookError(
+                f"`name` of task.log() must be a column that is not there already, got {taken}"
+            )
+        return {**row, **logged}
 
 
 def _mean(numbers: Sequence[float] | deque[float]) -> float:

@@ -24,9 +24,9 @@ from gymtask.training.config import TrainerConfig, longest_piece
 from gymtask.training.curve import LearningCurve
 from gymtask.training.evaluation import run_evaluation
 from gymtask.training.films import film
-from gymtask.training.keeping import Keeper
+from gymtask.training.keeping import UNKNOWN, Keeper
 from gymtask.training.limits import Limits
-from gymtask.training.logs import Progress, Statistics, make_loggers
+from gymtask.training.logs import NUM_RECENT, Progress, Statistics, make_loggers
 from gymtask.training.off_policy import Replay
 from gymtask.training.ranks import Ranks
 from gymtask.training.recording import Recorder, tidy_episodes
@@ -67,6 +67,7 @@ class Run:
         checkpoint.seed_generators(self._seed)
         self.state = task.state = State()
         task.num_clips = task.num_evaluations = 0
+        task.take_logged()  # which is of what was before
         fabric = self._fabric = make_fabric(config)
         ranks = self._ranks = Ranks.of(fabric)
         task.to(fabric.device)
@@ -74,7 +75,7 @@ class Run:
         checkpoint.seed_generators(self._seed + ranks.rank)
         self._statistics = Statistics()
         self._snapshot = Snapshot(
-            config, task, model, self._updater, self.state, self._statistics.recent, ranks
+            config, task, model, self._updater, self.state, self._statistics, ranks
         )
         self._replay: Replay | None = None
         self._evaluated_at = -1
@@ -218,6 +219,7 @@ class Run:
         missing = self._ranks.total(self._replay.num_missing(own_samples))
         if not missing or self._reason_to_stop():
             return
+        self.state.phase = "collect"
         # A resumed run whose buffer was not saved has a policy to fill it with.
         begins = self.state.num_samples < self._config.sampling.num_warmup_samples
         samples = self._collect(self._limits.num_wanted(missing), random_actions=begins)
@@ -351,8 +353,8 @@ class Run:
 
     def _log(self) -> None:
         self.state.elapsed_time = self._limits.elapsed_time
-        row = self._statistics.take_row(self.state, self._updater.learning_rates())
-        row.update(self._task.take_logged())
+        rates, logged = self._updater.learning_rates(), self._task.take_logged()
+        row = self._statistics.take_row(self.state, rates, logged)
         for log in self._loggers:
             log.log_metrics(row, self.state.num_samples)
         self._logged = self.state.num_epochs
@@ -382,10 +384,8 @@ class Run:
 
     def _has_best_evaluation(self) -> bool:
         """Whether an evaluation has just been the best, which is worth a checkpoint of its own."""
-        config = self._config
-        if config.checkpoint_interval is None or config.eval_interval is None:
-            return False
-        return self._keeper.is_best(self._score())
+        is_wanted = None not in (self._config.checkpoint_interval, self._config.eval_interval)
+        return is_wanted and self._keeper.is_best(self._score())
 
     def _score(self) -> float | None:
         """What tells which checkpoint is best: the last evaluation's mean return, if it was made.
@@ -393,7 +393,7 @@ class Run:
         Where there are no evaluations, that of the last episodes.
         """
         if self._config.eval_interval is None:
-            recent = self._statistics.recent
-            return sum(recent) / len(recent) if recent else None
+            recent = self._statistics.recent  # the first to end would be the short ones
+            return sum(recent) / len(recent) if len(recent) == NUM_RECENT else UNKNOWN
         is_new = self._evaluated_at == self.state.num_epochs
         return self._snapshot.last_evaluation if is_new else None

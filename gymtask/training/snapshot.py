@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any
 
+import numpy as np
 from gymnasium.envs.registration import EnvSpec
 from torch import nn
 
@@ -27,6 +27,7 @@ from gymtask.training.checkpoint import (
     to_plain,
 )
 from gymtask.training.config import TrainerConfig
+from gymtask.training.logs import Statistics
 from gymtask.training.ranks import Ranks
 from gymtask.training.updates import Updater
 from gymtask.workers.pool import WorkerPool
@@ -34,8 +35,8 @@ from gymtask.workers.pool import WorkerPool
 logger = logging.getLogger(__name__)
 
 _NEEDED = frozenset(
-    {"name", "model", "task", "optimizers", "schedulers", "state", "recent_returns", "num_envs"}
-    | {"num_ranks"}
+    {"name", "model", "task", "optimizers", "schedulers", "state", "statistics", "logged"}
+    | {"num_envs", "num_ranks"}
     | {"num_resumes", "num_evaluations", "num_clips", "best", "last_evaluation"}
 )
 
@@ -50,7 +51,7 @@ class Snapshot:
         model: The bare one.
         updater: Has the optimizers and schedules.
         state: The counters.
-        recent: Returns of the last episodes.
+        statistics: What the next row of metrics will tell of.
         ranks: The processes of the run.
         num_resumes: How often the run was resumed.
         best: Score and name of the best checkpoint so far, this one included; None where there is
@@ -63,7 +64,7 @@ class Snapshot:
     model: nn.Module
     updater: Updater
     state: State
-    recent: deque[float]
+    statistics: Statistics
     ranks: Ranks
     num_resumes: int = 0
     best: tuple[float, str] | None = None
@@ -99,13 +100,14 @@ class Snapshot:
             "optimizers": {name: o.state_dict() for name, o in updater.optimizers.items()},
             "schedulers": [scheduler.state_dict() for scheduler in updater.schedulers],
             "state": asdict(self.state),
-            "recent_returns": list(self.recent),
+            "statistics": self.statistics.state_dict(),
+            "logged": task.logged.state_dict(),
             "num_envs": pool.num_envs,
             "num_ranks": self.ranks.size,
             "num_resumes": self.num_resumes,
             "best": self.best,
             "last_evaluation": self.last_evaluation,
-            "config_texts": list(_texts(task.config, "config")),
+            "config_texts": list(_texts(task.config, _default(task.config), "config")),
             "num_evaluations": task.num_evaluations,
             "num_clips": task.num_clips,
             "config": plain_configs(self.config, task),
@@ -168,7 +170,8 @@ class Snapshot:
             scheduler.load_state_dict(state)
         for name, value in saved["state"].items():
             setattr(self.state, name, value)
-        self.recent.extend(saved["recent_returns"])
+        self.statistics.load_state_dict(saved["statistics"])
+        self.task.logged.load_state_dict(saved["logged"])
         self.num_resumes = saved["num_resumes"] + 1
         self.best, self.last_evaluation = saved["best"], saved["last_evaluation"]
         self.task.num_evaluations = saved["num_evaluations"]
@@ -223,24 +226,37 @@ def plain_configs(
     return {name: to_plain(value, name, as_text=True) for name, value in both.items()}
 
 
-def _texts(value: Any, name: str) -> Iterator[str]:
-    """Which parts of a config are saved as text, or as dicts, and cannot be made from that."""
+def _default(config: Any) -> Any:
+    """What `load` begins with; where it cannot make one it says so, and this is the config."""
+    try:
+        return type(config)()
+    except Exception:
+        return config
+
+
+def _texts(value: Any, default: Any, name: str) -> Iterator[str]:
+    """Which parts of a config are saved as text, or as dicts, and cannot be made from that.
+
+    Args:
+        value: What is saved.
+        default: What stands in its place before; a dataclass is made as one of that class.
+        name: Of the value.
+    """
     if is_dataclass(value):
+        if type(value) is not type(default):
+            yield name
+            return
         for item in fields(value):
-            yield from _texts(getattr(value, item.name), f"{name}.{item.name}")
+            mine, others = (getattr(each, item.name) for each in (value, default))
+            yield from _texts(mine, others, f"{name}.{item.name}")
     elif isinstance(value, Mapping):
-        yield from (text for key in value for text in _inner_texts(value[key], f"{name}.{key}"))
-    elif isinstance(value, (list, tuple)):
-        yield from (text for place in value for text in _inner_texts(place, name))
-    elif type(value) not in (str, int, float, bool, type(None)):
+        yield from (text for key in value for text in _texts(value[key], None, f"{name}.{key}"))
+    elif isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):  # of a NamedTuple
+        yield from (text for place in value for text in _texts(place, None, name))
+    elif type(value) not in (str, int, float, bool, type(None)) and not isinstance(
+        value, np.generic
+    ):
         yield name
-
-
-def _inner_texts(value: Any, name: str) -> Iterator[str]:
-    if is_dataclass(value):
-        yield name
-    else:
-        yield from _texts(value, name)
 
 
 def _import_path(kind: type[Any]) -> str:

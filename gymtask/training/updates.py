@@ -200,7 +200,9 @@ class Updater:
     def _clip(self, name: str) -> Tensor:
         if self._clip_grad_norm is None:
             gradients = [p.grad for p in _parameters(self.optimizers[name]) if p.grad is not None]
-            return torch.nn.utils.get_total_norm(gradients)
+            # Of a sparse one, of an embedding, no norm can be taken.
+            dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
+            return torch.nn.utils.get_total_norm(dense)
         norm: Tensor | None = self._fabric.clip_gradients(
             self._module,
             self._steppers[name],
@@ -275,6 +277,11 @@ def _make_optimizers(
         raise HookError(
             f"`get_optimizers` must return an Optimizer, a dict of them or None, got {made!r}"
         )
+    for optimizer in optimizers.values():
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise HookError(
+                "`get_optimizers` must return optimizers whose step() needs no closure, got LBFGS"
+            )
     _check_parameters(optimizers, known)
     return optimizers
 
@@ -303,6 +310,11 @@ def _make_schedulers(
     made = task.get_lr_schedulers(optimizers)
     schedulers = list(made) if isinstance(made, Iterable) else [made]
     for scheduler in schedulers:
+        if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            raise HookError(
+                "`get_lr_schedulers` must return schedules whose step() needs no metric, got"
+                " ReduceLROnPlateau; keep it in the task and step it in on_epoch_end"
+            )
         missing = [
             n for n in ("step", "state_dict", "load_state_dict") if not hasattr(scheduler, n)
         ]

@@ -87,7 +87,7 @@ def load_recent(run_dir: Path | None) -> Any:
     from gymtask.training.checkpoint import list_checkpoints, load_checkpoint
 
     assert run_dir is not None
-    return load_checkpoint(list_checkpoints(run_dir)[-1])[0]["recent_returns"]
+    return load_checkpoint(list_checkpoints(run_dir)[-1])[0]["statistics"]["recent"]
 
 
 if __name__ == "__main__":

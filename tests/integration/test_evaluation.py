@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,37 @@ def test_an_evaluation_leaves_generators_phase_and_mode_as_they_were() -> None:
     assert torch.equal(before["numpy"][1], after["numpy"][1])
     assert task.state.phase == "train"
     assert model.training
+
+
+def test_modules_of_the_task_act_in_eval_mode_as_the_model_does() -> None:
+    class Normalized(CartPole):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.norm, self.frozen = nn.BatchNorm1d(4), nn.Dropout()
+            self.frozen.eval()
+
+        def get_actions(self, model: nn.Module, states: TensorDict, optimal: bool) -> Tensor:
+            modes.add((self.norm.training, model.training))
+            self.norm(states["observation"])  # in train mode it refuses a batch of one
+            return super().get_actions(model, states, optimal)
+
+        def get_values(self, model: nn.Module, states: TensorDict) -> Tensor:
+            modes.add((self.norm.training, model.training))
+            return states["observation"].sum(-1)
+
+    modes: set[tuple[bool, bool]] = set()
+    task, model = Normalized(make_config()), network()
+    evaluate(task, model, num_episodes=3)
+    task.sample_clip(model=model, return_images=False, return_states=True)
+    with task.get_worker_pool() as pool:
+        task.collect_samples(model, pool, 10, use_tqdm=False)
+        for _ in islice(task.iter_samples(model, pool, use_tqdm=False), 3):
+            modes.add((not task.norm.training, not model.training))
+    assert modes == {(False, False)}
+    assert torch.equal(task.norm.running_mean, torch.zeros(4))  # type: ignore[arg-type]
+    assert task.norm.training
+    assert model.training
+    assert not task.frozen.training
 
 
 def test_the_phase_is_restored_when_an_environment_raises() -> None:

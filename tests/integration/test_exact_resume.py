@@ -242,7 +242,7 @@ def test_records_tell_the_returns_of_whole_episodes(tmp_path: Path) -> None:
         task = make_witness("CartPole-v1", max_epochs, False)
         make_trainer(run_dir, 130, min_batch_size=3).train(task, task.make_model(), resume=resume)
         folder = list_checkpoints(run_dir or resume or Path())[-1]
-        found: list[float] = load_checkpoint(folder)[0]["recent_returns"]
+        found: list[float] = load_checkpoint(folder)[0]["statistics"]["recent"]
         return found
 
     unbroken = returns(None, tmp_path / "whole", 3)

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import gymnasium as gym
+import numpy as np
 import pytest
 import torch
-from torch import nn
+from tensordict import TensorDict
+from torch import Tensor, nn
 
 import gymtask
-from gymtask.errors import CheckpointError, ConfigurationError
+from gymtask.errors import CheckpointError, ConfigurationError, HookError
+from gymtask.testing import ScriptedEnv
 from gymtask.training.checkpoint import list_checkpoints, load_checkpoint
 from gymtask.training.logs import read_rows
 from tests.integration.training_tasks import (
@@ -160,11 +166,55 @@ def test_the_newest_and_the_best_checkpoints_stay(tmp_path: Path) -> None:
 
 
 def test_all_checkpoints_stay_by_default_and_training_returns_tell_the_best(tmp_path: Path) -> None:
-    make_trainer(tmp_path, 40).train(CartPole(make_config(max_epochs=4)), network(0))
-    assert names(tmp_path) == [1, 2, 3, 4]
+    make_trainer(tmp_path, 900).train(CartPole(make_config(max_epochs=6)), network(0))
+    assert names(tmp_path) == [1, 2, 3, 4, 5, 6]
     states = [load_checkpoint(folder)[0] for folder in list_checkpoints(tmp_path)]
-    means = [sum(s["recent_returns"]) / max(1, len(s["recent_returns"])) for s in states]
+    recent = [state["statistics"]["recent"] for state in states]
+    means = [sum(each) / len(each) if len(each) == 100 else -math.inf for each in recent]
+    assert means[-1] > -math.inf
     assert best(tmp_path) == 1 + means.index(max(means))
+
+
+def test_the_newest_is_the_best_until_a_hundred_episodes_have_ended(tmp_path: Path) -> None:
+    class Shorter(gym.Wrapper[Any, Any, Any, Any]):
+        """Each step costs 1; the first episodes to end are the short ones."""
+
+        def step(self, action: Any) -> Any:
+            observation, _, *rest = self.env.step(action)
+            return observation, -1.0, *rest
+
+    class Costly(ScriptedTask):
+        def get_environment(self) -> gymtask.Environment:
+            return gymtask.Environment(partial(ScriptedEnv, [2, 30]), wrappers=[Shorter])
+
+    make_trainer(tmp_path, 20, keep_checkpoints=1).train(
+        Costly(make_config(max_epochs=7)), linear()
+    )
+    assert names(tmp_path) == [7]
+    assert best(tmp_path) == 7
+
+
+def test_an_evaluation_that_is_not_a_number_is_never_the_best(tmp_path: Path) -> None:
+    returns = iter([math.nan, 15.0, 21.0, 18.0])
+
+    class Scored(gym.Wrapper[Any, Any, Any, Any]):
+        def step(self, action: Any) -> Any:
+            observation, _, *rest = self.env.step(action)
+            return observation, Scores.now, *rest
+
+    class Scores(ScriptedTask):
+        now = 0.0
+
+        def get_environment(self) -> gymtask.Environment:
+            return gymtask.Environment(partial(ScriptedEnv, 1), wrappers=[Scored])
+
+        def on_epoch_end(self, model: nn.Module, state: gymtask.State) -> None:
+            Scores.now = next(returns)
+
+    fields: dict[str, Any] = {"eval_interval": 1, "keep_checkpoints": 1}
+    make_trainer(tmp_path, **fields).train(Scores(make_config(max_epochs=4)), linear())
+    assert best(tmp_path) == 3
+    assert names(tmp_path) == [3, 4]
 
 
 def test_the_best_evaluation_writes_a_checkpoint_of_its_own(tmp_path: Path) -> None:
@@ -253,6 +303,64 @@ def test_a_config_that_was_saved_as_text_is_refused(tmp_path: Path) -> None:
         gymtask.load(tmp_path)
 
 
+@dataclass
+class Linear:
+    """A setting within the settings."""
+
+    rate: float = 1.0
+
+
+@dataclass
+class Cosine(Linear):
+    """Another one of its kind."""
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """One that cannot be changed."""
+
+    size: int = 1
+
+
+class Range(NamedTuple):
+    """A tuple with names."""
+
+    low: float = 0.0
+
+
+@dataclass
+class Settings(Config):
+    """Settings of many kinds."""
+
+    schedule: Linear = field(default_factory=Linear)
+    other: Linear | None = None
+    frozen: Frozen = field(default_factory=Frozen)
+    range: Any = None
+    gamma: float = 0.9
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("schedule", Cosine()), ("other", Linear()), ("range", Range()), ("range", [Linear()])],
+)
+def test_settings_that_would_come_back_as_others_are_refused(
+    name: str, value: Any, tmp_path: Path
+) -> None:
+    task = Loaded(replace(Settings(**vars(loaded_config())), **{name: value}))
+    make_trainer(tmp_path).train(task, linear())
+    with pytest.raises(CheckpointError, match=rf"`config.{name}` must be a number.*pass task="):
+        gymtask.load(tmp_path)
+    assert gymtask.load(tmp_path, task=task)[0] is task
+
+
+def test_numbers_of_numpy_and_frozen_settings_come_back(tmp_path: Path) -> None:
+    values = {"gamma": np.float64(0.5), "frozen": Frozen(7), "schedule": Linear(3.0)}
+    config = Settings(**{**vars(loaded_config()), "max_samples": np.int64(1000), **values})
+    make_trainer(tmp_path).train(Loaded(config), linear())
+    task, _ = gymtask.load(tmp_path)
+    assert task.config == config
+
+
 # ---- what a run tells --------------------------------------------------------------------------
 
 
@@ -267,6 +375,79 @@ def test_logged_numbers_are_columns_of_means(tmp_path: Path) -> None:
     rows = read_rows(tmp_path / "metrics.csv")
     assert [row["steps"] for row in rows] == [2.0, 5.0]  # the means of 1, 2, 3 and of 4, 5, 6
     assert rows[1]["late"] == 7.0
+
+
+def test_a_parameter_that_is_logged_counts_with_the_values_that_it_had(tmp_path: Path) -> None:
+    class Logs(ScriptedTask):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.scale = nn.Parameter(torch.ones(()))
+            self.seen: list[float] = []
+
+        def compute_loss(self, *args: Any) -> Tensor:
+            return super().compute_loss(*args) + self.scale
+
+        def on_update_end(self, model: nn.Module, state: gymtask.State) -> None:
+            self.log("scale", self.scale)
+            self.seen.append(float(self.scale.detach()))
+
+    task = Logs(make_config(max_epochs=1, updates=4))
+    make_trainer(tmp_path, learning_rate=0.1).train(task, linear())
+    (row,) = read_rows(tmp_path / "metrics.csv")
+    assert len(set(task.seen)) == 4
+    assert row["scale"] == pytest.approx(sum(task.seen) / 4)
+
+
+def test_what_an_evaluation_logs_has_columns_of_its_own(tmp_path: Path) -> None:
+    class Logs(ScriptedTask):
+        def get_actions(self, model: nn.Module, states: TensorDict, optimal: bool) -> Tensor:
+            self.log("greedy", optimal)
+            return super().get_actions(model, states, optimal)
+
+    task = Logs(make_config(max_epochs=2))
+    task.log("greedy", 100.0)  # of a time before the run
+    make_trainer(tmp_path, eval_interval=1).train(task, linear())
+    rows = read_rows(tmp_path / "metrics.csv")
+    assert [(row["greedy"], row["eval/greedy"]) for row in rows] == [(0.0, 1.0)] * 2
+
+
+@pytest.mark.parametrize("name", ["loss", "num_epochs", "episode/count"])
+def test_a_name_that_a_column_has_already_cannot_be_logged(name: str, tmp_path: Path) -> None:
+    class Logs(ScriptedTask):
+        def on_update_end(self, model: nn.Module, state: gymtask.State) -> None:
+            self.log(name, 1.0)
+
+    with pytest.raises(HookError, match=rf"must be a column that is not there already.*{name}"):
+        make_trainer(tmp_path).train(Logs(make_config(max_epochs=1)), linear())
+
+
+def test_several_numbers_at_once_are_no_number_to_log() -> None:
+    with pytest.raises(HookError, match=r"`value` of log\('kl'\) must be one number.*\(3,\)"):
+        ScriptedTask(make_config()).log("kl", torch.zeros(3))
+
+
+def test_rows_of_a_resumed_run_tell_of_what_was_before_the_checkpoint_too(tmp_path: Path) -> None:
+    class Logs(CartPole):
+        def on_epoch_end(self, model: nn.Module, state: gymtask.State) -> None:
+            self.log("epoch", state.num_epochs)
+
+    fields: dict[str, Any] = {"log_interval": 3, "eval_interval": 2, "num_eval_episodes": 2}
+
+    def run(folder: Path, max_epochs: int, resume: Path | None = None) -> None:
+        task = Logs(make_config(max_epochs=max_epochs))
+        make_trainer(None if resume else folder, 50, **fields).train(task, network(), resume=resume)
+
+    run(tmp_path / "unbroken", 6)
+    run(tmp_path / "broken", 6)
+    second = list_checkpoints(tmp_path / "broken")[1]  # in the middle of what a row tells
+    run(tmp_path / "broken", 6, second)
+    rows = [read_rows(tmp_path / name / "metrics.csv") for name in ("broken", "unbroken")]
+    assert [row["num_epochs"] for row in rows[0]] == [3, 6]
+    for row in (row for part in rows for row in part):
+        for column in [name for name in row if "second" in name or "time" in name]:
+            del row[column]
+    assert rows[0] == rows[1]
+    assert rows[0][0]["epoch"] == 2.0
 
 
 def test_a_finished_run_and_a_task_of_another_class_are_named(

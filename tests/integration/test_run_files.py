@@ -98,6 +98,7 @@ def test_a_checkpoint_is_read_by_a_process_that_imported_only_torch(tmp_path: Pa
         "environment",
         "format",
         "last_evaluation",
+        "logged",
         "model",
         "name",
         "num_clips",
@@ -106,9 +107,9 @@ def test_a_checkpoint_is_read_by_a_process_that_imported_only_torch(tmp_path: Pa
         "num_ranks",
         "num_resumes",
         "optimizers",
-        "recent_returns",
         "schedulers",
         "state",
+        "statistics",
         "task",
         "task_class",
     ]

@@ -30,7 +30,9 @@ def test_a_row_tells_of_everything_since_the_last_one() -> None:
     statistics.add_updates({"loss": [1.0, 2.0], "loss/value": [4.0]})
     statistics.add_updates({"loss": [6.0]})
     statistics.add_evaluation([episode(7.0, 1), episode(9.0, 3)])
-    row = statistics.take_row(State(num_epochs=2, num_samples=12), {"learning_rate": 0.5})
+    row = statistics.take_row(
+        State(num_epochs=2, num_samples=12), {"learning_rate": 0.5}, {"kl": 0.25}
+    )
     times = {name: row.pop(name) for name in list(row) if "second" in name or "time_" in name}
     assert list(times) == [
         "samples_per_second",
@@ -63,14 +65,15 @@ def test_a_row_tells_of_everything_since_the_last_one() -> None:
         "loss": 3.0,
         "loss/value": 4.0,
         "learning_rate": 0.5,
+        "kl": 0.25,
     }
 
 
 def test_a_row_starts_anew_but_for_the_last_hundred_episodes() -> None:
     statistics = Statistics()
     statistics.add_collection([episode(float(k), 1) for k in range(150)], 150, 0)
-    statistics.take_row(State(), {})
-    row = statistics.take_row(State(), {})
+    statistics.take_row(State(), {}, {})
+    row = statistics.take_row(State(), {}, {})
     assert row["episode/count"] == 0
     assert "episode/return_mean" not in row
     assert "eval/count" not in row
@@ -88,7 +91,7 @@ def test_shares_are_of_all_time_since_the_last_row(monkeypatch: pytest.MonkeyPat
             now[0] += seconds
     now[0] += 2.0  # of logs and checkpoints
     for _ in range(2):
-        row = statistics.take_row(State(), {})
+        row = statistics.take_row(State(), {}, {})
         found = [row[f"time_share/{what}"] for what in ("collect", "train", "eval")]
         assert found == ([0.2, 0.5, 0.1] if now[0] == 210.0 else [0.0, 0.0, 0.0])
         now[0] += 1.0

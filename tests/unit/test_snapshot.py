@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ from torch import nn
 
 from gymtask.task import State
 from gymtask.training.config import TrainerConfig
+from gymtask.training.logs import Statistics
 from gymtask.training.ranks import Ranks
 from gymtask.training.snapshot import Snapshot
 from gymtask.training.updates import Updater
@@ -21,7 +21,7 @@ def take(rank: int, model: nn.Module) -> dict[str, dict[str, Any]]:
     task, config = ScriptedTask(make_config()), TrainerConfig()
     updater = Updater(Fabric(accelerator="cpu", devices=1), Ranks(), task, model, config)
     ranks = Ranks(rank=rank, size=2)
-    snapshot = Snapshot(config, task, model, updater, State(), deque(), ranks)
+    snapshot = Snapshot(config, task, model, updater, State(), Statistics(), ranks)
     with task.get_worker_pool() as pool:
         return snapshot.take(pool)
 

@@ -270,6 +270,25 @@ def test_what_is_no_schedule_is_refused() -> None:
         make_updater(task, Two())
 
 
+def test_what_takes_more_than_a_call_of_step_is_refused() -> None:
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
+    task = Task(lambda m: m.a, sgd, lambda optimizers: [plateau(optimizers["main"])])
+    with pytest.raises(HookError, match=r"step\(\) needs no metric, got ReduceLROnPlateau"):
+        make_updater(task, Two())
+    task = Task(lambda m: m.a, lambda m: torch.optim.LBFGS([m.a]))
+    with pytest.raises(HookError, match=r"step\(\) needs no closure, got LBFGS"):
+        make_updater(task, Two())
+
+
+def test_sparse_gradients_are_followed() -> None:
+    table = nn.Embedding(3, 2, sparse=True)
+    nn.init.ones_(table.weight)
+    task: Any = Task(lambda m: m(torch.tensor([1, 1])).sum(), lambda m: SGD(m.parameters(), 0.5))
+    values = make_updater(task, table).update([None], State())  # type: ignore[arg-type]
+    assert float(values["grad_norm"]) == pytest.approx(8**0.5)  # two numbers of 2 each
+    assert table.weight.tolist() == [[1.0, 1.0], [0.0, 0.0], [1.0, 1.0]]
+
+
 def test_accumulated_batches_give_the_mean_of_their_gradients() -> None:
     model = Two()
     task = Task(lambda m: m.a * next(factors), sgd)
