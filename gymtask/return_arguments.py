@@ -49,6 +49,8 @@ def _plain(floats: list[Tensor], flags: list[Tensor]) -> list[Any] | None:
     It can where they have one shape [..., T], the floats one dtype of float32 and float64, the
     flags bool. Numpy tells it of its views at a fraction of what PyTorch takes.
     """
+    if torch.compiler.is_compiling():  # which would trace numpy's operations one by one
+        return None
     given, count = (*floats, *flags), len(floats)
     try:
         views: list[Any] = [x.numpy() for x in given if isinstance(x, Tensor)]

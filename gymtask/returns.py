@@ -12,7 +12,8 @@ Pieces of trajectories may lie end to end along time; nothing flows from one int
 
 Bootstrapping at time limits is that of Pardo et al. 2018, "Time Limits in Reinforcement Learning",
 https://arxiv.org/abs/1712.00378. A row stops where it is one of the first three. All functions are
-differentiable, compute in float64 for any dtype of the arguments, and never change an argument.
+differentiable (backward, and by torch.func), compute in float64 for any dtype of the arguments, and
+never change an argument.
 """
 
 from __future__ import annotations

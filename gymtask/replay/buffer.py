@@ -54,11 +54,11 @@ class ReplayBuffer:
             memory and may be larger than it.
         prioritized: Draws rows in proportion to priorities. Batches then hold "index" int64, which
             `update_priorities` takes, and "weight" float32, both [B, W].
-        n_step: Up to how many rewards are summed up: ("next", "reward") of a row becomes the sum of
-            gamma ** k · reward over it and the rows after it, fewer where the episode or what is
-            there of it ends. All else under "next" is that of the last of these rows, and the value
-            of its observation counts with the factor ("next", "discount"), float32, unless it is
-            terminated.
+        n_step: Up to how many rewards are summed up: ("next", "reward") of a row (float32, where
+            integers or flags are stored) becomes the sum of gamma ** k · reward over it and the
+            rows after it, fewer where the episode or what is there of it ends. All else under
+            "next" is that of the last of these rows, and the value of its observation counts with
+            the factor ("next", "discount"), float32, unless it is terminated.
         gamma: The discount factor of n-step rewards.
         frame_stack: Shows an observation as a stack of so many, [frame_stack, *shape], the newest
             last, an episode's first one repeated, as
@@ -175,7 +175,7 @@ class ReplayBuffer:
             WindowError: There is no such window.
         """
         asked = (batch_size, clip_size, stride, pad, start_at_episode_start)
-        if asked != self._asked:
+        if asked != self._asked or type(batch_size) is not int:  # 4.0 is equal to 4
             self._ask(*asked)
         rows = self._starts.draw(batch_size, self._wanted, self._random)
         return self._read(rows, clip_size, stride, pad)

@@ -305,6 +305,10 @@ class MultiReplaySamples:
                 piece.history = history
         return pieces
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Without the pieces: those of a copy are to be views of its own store.
+        return {name: value for name, value in vars(self).items() if name != "samples"}
+
     def __repr__(self) -> str:
         rows = f"{self.num_transitions} rows of {_keys(self.rows)}"
         return f"MultiReplaySamples({len(self)} pieces, {rows})"

@@ -52,13 +52,10 @@ class Prioritization:
 
 
 class PriorityTree:
-    """Weights of `capacity` rows, all 0 at first, and draws in proportion to them.
-
-    Attributes:
-        weights: float64 [capacity]; read only, since sums are kept of them.
-    """
+    """Weights of `capacity` rows, all 0 at first, and draws in proportion to them."""
 
     def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
         self._levels: list[Array] = []  # from the weights of the rows up
         size = capacity
         while True:
@@ -68,7 +65,11 @@ class PriorityTree:
             if padded <= TOP:
                 break
             size = padded // FAN
-        self.weights = self._levels[0][:capacity]
+
+    @property
+    def weights(self) -> Array:
+        """Of the rows, float64 [capacity]; read only, since sums are kept of them."""
+        return self._levels[0][: self._capacity]  # no attribute: a copy of it would be no view
 
     def set(self, rows: slice | Array, weights: Array | float) -> None:
         """Sets the weights, float64 [n], of rows, int64 [n]; of equal rows the last counts."""
@@ -102,5 +103,5 @@ class PriorityTree:
             left -= before[np.arange(len(before)), child]
             nodes = nodes * FAN + child
         found: Array = np.empty_like(nodes)
-        found[order] = nodes
+        found[order] = np.minimum(nodes, self._capacity - 1)  # behind it lies what fills a family
         return found

@@ -222,21 +222,22 @@ class Reader:
         gamma with which the value of the state after it counts.
         """
         n_step, gamma = self._reading.n_step, self._reading.gamma
-        rewards = self._records["/".join(REWARD)]
-        total = rewards[rows].astype(np.float64)
+        reward = self._layout.fields[REWARD]
+        rewards = self._records[reward.name]
+        total = reward.numbers(rewards[rows])
         discount = np.full(rows.shape, gamma)
         last, goes_on = rows, np.ones(rows.shape, bool)
         for _ in range(n_step - 1):
             following = self._links.successor[last]
             goes_on = goes_on & (following < self._links.capacity)  # else an end, or a cut
             last = np.where(goes_on, following, last)
-            total += np.where(goes_on, discount * rewards[last].astype(np.float64), 0.0)
+            total += np.where(goes_on, discount * reward.numbers(rewards[last]), 0.0)
             discount = np.where(goes_on, discount * gamma, discount)
         records = self._records.take(last)
         for field in self._fields:
             if field.path[0] == "next":
                 values[field.path] = records[field.name]
         if REWARD in values:
-            values[REWARD] = total.astype(values[REWARD].dtype)
+            values[REWARD] = reward.bits(total)
         values["next", "discount"] = discount.astype(np.float32)
         return last

@@ -65,6 +65,18 @@ class Field:
         """The dtype of the stored bits."""
         return _NUMPY[_AS_INTEGERS.get(self.dtype, self.dtype)]
 
+    def numbers(self, bits: Array) -> Array:
+        """Stored values as float64."""
+        if self.dtype in _AS_INTEGERS:
+            bits = torch.from_numpy(bits).view(self.dtype).double().numpy()
+        return bits.astype(np.float64)
+
+    def bits(self, numbers: Array) -> Array:
+        """Such numbers as they would be stored; sums of integers and flags are float32."""
+        if self.dtype in _AS_INTEGERS:
+            return torch.from_numpy(numbers).to(self.dtype).view(_AS_INTEGERS[self.dtype]).numpy()
+        return numbers.astype(self.numpy_dtype if self.dtype.is_floating_point else np.float32)
+
     @property
     def nbytes(self) -> int:
         """Bytes in a record."""

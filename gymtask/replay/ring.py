@@ -49,12 +49,14 @@ class Ring:
         return vars(self)
 
     def begin(self, layout: RecordLayout, num_slots: int = FEWEST_SLOTS) -> None:
-        """Makes the tables.
+        """Makes the tables, in place of those that are there.
 
         Raises:
-            ReplayError: The disk has no room for them.
+            ReplayError: The disk has no room for them; then it has those that it had.
         """
-        self.records, self.side = self._tables(layout, num_slots)
+        tables = self._tables(layout, num_slots)
+        self.discard()
+        self.records, self.side = tables
         self.layout = layout
 
     def _tables(self, layout: RecordLayout, num_slots: int) -> tuple[Records, Records]:
@@ -67,10 +69,11 @@ class Ring:
 
     def discard(self) -> None:
         """Gives the tables up, and deletes their files."""
-        self._reader = None
+        self._reader = self.layout = None
         for name in ("records", "side"):
             if hasattr(self, name):
                 getattr(self, name).discard()
+                delattr(self, name)
 
     def _table(self, num_rows: int, layout: RecordLayout) -> Records:
         path = None

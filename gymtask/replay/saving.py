@@ -180,17 +180,26 @@ def _read_description(path: Path) -> tuple[dict[str, Any], dict[str, Array]]:
 def _fill(
     buffer: ReplayBuffer, path: Path, description: dict[str, Any], state: dict[str, Array]
 ) -> None:
-    ring, size = buffer._ring, description["size"]
-    ring.links.load_state(state)
+    ring, size, tree = buffer._ring, description["size"], buffer._tree
+    weights = np.zeros(size)
+    if tree is not None:
+        weights[:] = np.load(path / "weights.npy", allow_pickle=False)
     if description["fields"] is not None:
         layout = RecordLayout([_field(each) for each in description["fields"]])
         num_slots = description["num_side_slots"]
+        # Before what is there is given up.
+        _require_size(path / "records.bin", size * layout.dtype.itemsize)
+        _require_size(path / "side.bin", num_slots * RecordLayout(layout.linked).dtype.itemsize)
         ring.begin(layout, max(num_slots, FEWEST_SLOTS))
         _read(path / "records.bin", ring.records.array[:size])
         _read(path / "side.bin", ring.side.array[:num_slots])
-    if buffer._tree is not None:
-        weights = np.load(path / "weights.npy", allow_pickle=False)
-        buffer._tree.set(np.arange(size), weights)
+    else:
+        ring.discard()
+    ring.links.load_state(state)
+    buffer._starts.forget()
+    if tree is not None:
+        tree.set(slice(0, buffer.capacity), 0.0)
+        tree.set(slice(0, size), weights)
     buffer.beta, buffer._largest = description["beta"], description["largest"]
     buffer._random.bit_generator.state = description["random"]
 
@@ -202,12 +211,15 @@ def _field(described: dict[str, Any]) -> Field:
     )
 
 
-def _read(path: Path, records: Array) -> None:
-    """Reads a file into records, which it must fill."""
-    if path.stat().st_size != records.nbytes:
+def _require_size(path: Path, nbytes: int) -> None:
+    if path.stat().st_size != nbytes:
         raise ReplayError(
-            f"{path} must have {records.nbytes} bytes, got {path.stat().st_size}; it is damaged"
+            f"{path} must have {nbytes} bytes, got {path.stat().st_size}; it is damaged"
         )
+
+
+def _read(path: Path, records: Array) -> None:
+    """Reads a file, which fills them, into records."""
     step = max(1, CHUNK // records.itemsize)
     with open(path, "rb") as file:
         for start in range(0, len(records), step):

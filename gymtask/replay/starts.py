@@ -51,7 +51,7 @@ class Starts:
         """Rows on which windows start, each drawn anew, int64 [count].
 
         Raises:
-            WindowError: There is no such window.
+            WindowError: There is no such window, or all of them have the priority 0.
         """
         self._require_rows()
         anywhere = wanted.span == 1 and not wanted.at_start and not self._history
@@ -80,6 +80,11 @@ class Starts:
         if self._tree is None:
             return starts[_draw_below(len(starts), count, random)]
         sums = self._tree.weights[starts].cumsum()
+        if sums[-1] <= 0.0:
+            raise WindowError(
+                f"each of the {len(starts)} windows of {wanted.span} rows has the priority 0, so"
+                " none can be drawn; give one a priority, or Prioritization an `epsilon` above 0"
+            )
         places = sums.searchsorted(random.random(count) * sums[-1], side="right")
         drawn: Array = starts[np.minimum(places, len(sums) - 1)]
         return drawn
@@ -116,6 +121,10 @@ class Starts:
                 + f": the longest run of rows has {longest}"
             )
         return starts
+
+    def forget(self) -> None:
+        """Lists windows anew when they are next asked for, as the rows are others."""
+        self._listed = None, 0, np.empty(0, np.int64)
 
     def _require_rows(self) -> None:
         if not len(self._links):

@@ -396,3 +396,22 @@ def test_gpu_gives_what_the_cpu_gives(function: Any) -> None:
     for there, here in zip(call(function, moved), call(function, given), strict=True):
         assert there.device.type == "cuda"
         torch.testing.assert_close(there.cpu(), here)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_compiled_function_may_call_them() -> None:
+    def advantage(reward: Tensor) -> Tensor:
+        flag = torch.tensor([False, False, True, False])
+        return generalized_advantage_estimate(
+            reward,
+            value=reward,
+            next_value=reward,
+            terminated=flag,
+            truncated=flag,
+            gamma=0.5,
+            gae_lambda=0.5,
+        )[0]
+
+    reward = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    compiled: Any = torch.compile(advantage, backend="eager")
+    assert torch.equal(compiled(reward), advantage(reward))
