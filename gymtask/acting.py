@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from gymtask.errors import ActionError, HookError
 from gymtask.maker import EnvironmentMaker
-from gymtask.random_actions import RandomActions
+from gymtask.random_actions import MASK, RandomActions
 from gymtask.sampling import NoiseStreams
 from gymtask.spaces import ActionCodec, stored_dtype, to_numpy
 from gymtask.states import Column, States, entries_of
@@ -175,7 +175,9 @@ class Actor:
             returned = self.task.get_actions(self._model, states, self._optimal)
             answer = self._read_answer(returned, states, n)
             if self._random is not None:
-                answer = self._randomized(answer, self._random.draw(env_ids, run_steps))
+                mask = self.states.arrays.get(MASK)
+                mask = mask[:n] if mask is not None and self._random.takes(mask) else None
+                answer = self._randomized(answer, self._random.draw(env_ids, run_steps, mask))
         finally:
             torch._C._set_grad_enabled(gradients)
             self.noise.end()

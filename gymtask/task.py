@@ -190,8 +190,9 @@ class ReinforcementLearningTask(TaskHooks[ConfigT, ModelT]):
             whole_episodes: Whether begun episodes are finished and nothing is cut; `total_samples`
                 is then a lower bound.
             random_actions: Whether actions are drawn from the action space instead, as its
-                `sample()` does. What an environment gets depends on the seed, its index and
-                "run_step" alone. `get_actions` is still asked, for the carries.
+                `sample()` does; of a Discrete one those that ("observation", "action_mask") allows,
+                where there is such a key. What an environment gets depends on the seed, its index
+                and "run_step" alone. `get_actions` is still asked, for the carries.
 
         Raises:
             ConfigurationError: An argument breaks its rule; raised by the call itself, before

@@ -18,6 +18,7 @@ from gymtask.errors import CheckpointError, ConfigurationError, HookError, Windo
 from gymtask.replay import Prioritization, ReplayBuffer
 from gymtask.task import State
 from gymtask.training.checkpoint import list_checkpoints
+from tests.integration.mask_envs import masked_environment
 from tests.integration.training_tasks import (
     ScriptedTask,
     linear,
@@ -203,6 +204,24 @@ def test_environments_draw_different_random_actions_and_go_on_in_the_next_call()
             for _ in range(2)
         ]
     assert len(torch.cat(rows).unique(dim=0)) == 40
+
+
+@pytest.mark.parametrize("frame_stack", [None, 2])
+@pytest.mark.parametrize("mode", ["sync", "process"])
+def test_random_actions_are_those_that_the_mask_allows(mode: str, frame_stack: int | None) -> None:
+    env = masked_environment("info", frame_stack=frame_stack)  # raises at a forbidden one
+    task = make_task(3, 2, mode, get_environment=lambda self: env)
+    with task.get_worker_pool() as pool:
+        rows = task.collect_samples(None, pool, 900, use_tqdm=False, random_actions=True).rows
+    chosen = rows["observation", "action_mask"].gather(-1, rows["action"].unsqueeze(-1))
+    assert chosen.bool().all()
+    # As often as any other that is allowed there.
+    chances = rows["observation", "action_mask"] / rows["observation", "action_mask"].sum(
+        -1, keepdim=True
+    )
+    counts = rows["action"].bincount(minlength=5)
+    deviation = (chances * (1 - chances)).sum(0).sqrt()
+    assert ((counts - chances.sum(0)).abs() < 4 * deviation).all()
 
 
 def test_carries_go_on_while_actions_are_random() -> None:
