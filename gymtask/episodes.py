@@ -37,9 +37,9 @@ class RecordedEpisode(EpisodeRecord):
             ("action_clip").
     """
 
-    start: Mapping[str, Any] = field(repr=False)
-    actions: Sequence[Array] = field(repr=False)
-    environment: Mapping[str, Any] = field(repr=False)
+    start: Mapping[str, Any] = field(repr=False, compare=False)
+    actions: Sequence[Array] = field(repr=False, compare=False)
+    environment: Mapping[str, Any] = field(repr=False, compare=False)
 
 
 def film(
