@@ -104,10 +104,11 @@ class Links:
 
     def evict(self, count: int) -> None:
         """Forgets the oldest rows, so that there is room for `count` new ones."""
-        num_evicted = len(self) + count - self.capacity
+        size = len(self)
+        num_evicted = size + count - self.capacity
         if num_evicted <= 0:
             return
-        oldest = self.num_added - len(self)
+        oldest = self.num_added - size
         rows = self._places(oldest, num_evicted)
         following, chains, places = self.successor[rows], self.chain[rows], self.place[rows]
         ended = self.is_last[rows]

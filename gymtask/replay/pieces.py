@@ -53,7 +53,17 @@ class EpisodeRecord:
 
 def leaves_of(samples: TensorDictBase) -> Leaves:
     """The leaves by flat key."""
-    return dict(samples.items(include_nested=True, leaves_only=True, is_leaf=is_leaf_nontensor))
+    leaves: Leaves = {}
+    for key, value in samples.items():
+        if isinstance(value, Tensor):
+            leaves[key] = value
+        elif type(value) is TensorDict:
+            for inner, leaf in leaves_of(value).items():
+                leaves[(key, inner) if isinstance(inner, str) else (key, *inner)] = leaf
+        else:  # tensordict's own iterator knows them all, and takes three times as long
+            every = samples.items(include_nested=True, leaves_only=True, is_leaf=is_leaf_nontensor)
+            return dict(every)
+    return leaves
 
 
 def select(store: TensorDict, keys: Sequence[Key]) -> Leaves:

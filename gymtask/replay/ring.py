@@ -138,13 +138,13 @@ class Ring:
         self.links.evict(span.stop - span.start)
         rows, slots = self.links.add(pieces)
         self.records.prepare(rows)
-        records, side = self.records.array, self.side.array
+        columns = self.records.columns
         for path, field in self.layout.fields.items():
-            records[field.name][rows] = values[path][span]
+            columns[field.name][rows] = values[path][span]
         # A single place is found faster as a number than as a list of one.
         to, states = (slots, last) if len(pieces) > 1 else (slots[0], last[0])
         for field in self.layout.linked:
-            side[field.name][to] = values["next", *field.path][states]
+            self.side.columns[field.name][to] = values["next", *field.path][states]
         return rows
 
     # ---- next values that are not those of the following rows ------------------------------------
@@ -160,7 +160,8 @@ class Ring:
 
     def _goes_on(self, incoming: Incoming, field: Field) -> bool:
         """Whether pieces begin with the states that the rows here lead to with which they go on."""
-        firsts, slots = list[int](), list[int]()
+        firsts: list[int] = []
+        slots: list[int] = []
         for piece in incoming.pieces:
             if piece.before and (row := self.links.find_open(piece.before)) != NOBODY:
                 firsts.append(piece.first)

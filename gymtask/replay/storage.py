@@ -26,9 +26,11 @@ class Records:
     Attributes:
         path: The file, None in memory.
         array: The records, of a structured dtype.
+        columns: Its fields by name, views that take a while to make.
     """
 
     array: Array
+    columns: dict[str, Array]
 
     def __init__(self, num_rows: int, dtype: np.dtype[Any], path: Path | None) -> None:
         """Makes the table; what its records hold is not said.
@@ -56,11 +58,12 @@ class Records:
             return
         longer = Records(num_rows, self._dtype, None)
         longer.array[: len(self)] = self.array
-        self._block, self.array = longer._block, longer.array
+        self._block, self.array, self.columns = longer._block, longer.array, longer.columns
 
     def _see(self) -> None:
         """Sees the block as records."""
         self.array = self._block.numpy().view(self._dtype)
+        self.columns = {name: self.array[name] for name in self._dtype.names or ()}
         self._is_larger_than_memory = self.path is not None and self._block.numel() > MEMORY
         if self._is_larger_than_memory:
             # Else the system reads megabytes around each row, which drive out rows that are used.
@@ -82,7 +85,8 @@ class Records:
         # would move there by itself, and leave the array behind as a view of memory that is freed.
         self._block.share_memory_()  # type: ignore[no-untyped-call]
         self._see()
-        return {name: value for name, value in vars(self).items() if name != "array"}
+        views = ("array", "columns")
+        return {name: value for name, value in vars(self).items() if name not in views}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)

@@ -147,6 +147,32 @@ class TestSumsOfRewards:
         assert batch.flatten().tolist() == [1.5, 1.25, 0.75, 1.5, 1.0]
 
 
+class TestRowsThatLieApart:
+    @pytest.mark.parametrize("apart", ["observation", "next", "both", "neither"])
+    @pytest.mark.parametrize("shape", [(), (3,)])
+    def test_next_observations_are_known_for_the_following_rows(
+        self, apart: str, shape: tuple[int, ...], recwarn: pytest.WarningsRecorder
+    ) -> None:
+        values = torch.randn(11, *shape, 2)
+        values[4] = torch.nan
+        own, following = values[:-1, ..., 0], values[1:, ..., 0]
+        if apart in ("observation", "neither"):
+            following = following.contiguous()
+        if apart in ("next", "neither"):
+            own = own.contiguous()
+        for flaw in (None, 0.0):  # then the same with a row that leads elsewhere
+            some = TensorDict({"observation": own, "next": {"observation": following}}, [10])
+            if flaw is not None:
+                some = some.clone()
+                some["next", "observation"][7] = flaw
+            buffer = filled(some)
+            batch = buffer.read(buffer.windows(1, 1), 1, 1)["next", "observation"].squeeze(1)
+            assert torch.equal(batch.nan_to_num(9.0), some["next", "observation"].nan_to_num(9.0))
+            fields = buffer._ring.layout.linked  # type: ignore[union-attr]
+            assert len(fields) == (flaw is None)
+        assert not recwarn.list
+
+
 class TestPriorityZero:
     @pytest.mark.parametrize("capacity", [64, 100])
     @pytest.mark.parametrize("clip_size", [1, 3])
