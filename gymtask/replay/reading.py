@@ -108,7 +108,8 @@ class Reader:
     def _batch(
         self, values: dict[Path, Array], more: Mapping[Path, Array] | None, shape: tuple[int, ...]
     ) -> TensorDict:
-        values.update(more or {})
+        if more is not None:
+            values.update(more)
         tensors = {path: torch.from_numpy(array) for path, array in values.items()}
         for path, dtype in self._layout.reinterpreted.items():
             if path in tensors:

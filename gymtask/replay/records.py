@@ -166,6 +166,8 @@ def nested(values: Mapping[Path, Tensor], batch_size: Sequence[int]) -> TensorDi
     for path, value in values.items():
         if len(path) == 1:
             content[path[0]] = value
+        elif len(path) == 2:
+            content.setdefault(path[0], {})[path[1]] = value
         else:
             put(content, path, value)
     made: TensorDict = _make(content, batch_size=torch.Size(batch_size))
