@@ -145,12 +145,16 @@ class TaskHooks(nn.Module, ABC, Generic[ConfigT, ModelT]):
     def postprocess_trajectories(self, trajectories: list[TensorDict]) -> list[TensorDict]:
         """Adds to all trajectories of a collection or changes them.
 
-        Their number, order and lengths must stay.
+        Their number, order and lengths must stay. There may be none in a process of a run of
+        several, as what is done with all of them, such as updating statistics, is done in each.
         """
         return trajectories
 
     def epoch_is_over(self, state: State) -> bool:
-        """Whether the epoch ends; asked after each update."""
+        """Whether the epoch ends; asked after each update.
+
+        With several processes it ends for all when one of them says so.
+        """
         return state.num_epoch_steps >= self.config.dataset.num_update_steps
 
     def on_epoch_start(self, model: ModelT, state: State) -> None:

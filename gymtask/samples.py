@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,9 +12,9 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from gymtask.acting import device_of, eval_mode, overrides
-from gymtask.collector import begin
+from gymtask.collector import Collection, begin
 from gymtask.config import raise_if_any
-from gymtask.errors import ConfigurationError, HookError
+from gymtask.errors import CollectionInterrupted, ConfigurationError, HookError
 from gymtask.options import CollectOptions
 from gymtask.replay import EpisodeRecord, MultiReplaySamples
 from gymtask.replay.frames import FrameHistory, next_of
@@ -80,26 +81,46 @@ def collect_samples(
     options.check(pool.num_envs)
     if options.total_samples is None:
         raise_if_any(["`total_samples` must be set, got None"])
-    collection = begin(task, model, pool, options)
-    rollout = collection.rollout
+    collection: Collection | None = None
     pieces: list[Piece] = []
     try:
-        with collection, eval_mode(model, task):
-            while (piece := collection.next_piece()) is not None:
-                collection.accept()
-                pieces.append(piece)
+        with _agreeing(pool):
+            collection = begin(task, model, pool, options)
+            with collection, eval_mode(model, task):
+                while (piece := collection.next_piece()) is not None:
+                    collection.accept()
+                    pieces.append(piece)
+        rollout = collection.rollout
         pieces.sort(key=_place)
         _warn_of_silent_keys(pool, rollout.episodes, stacklevel=4)
         samples = _postprocess(task, model, pieces, pool)
     except BaseException:
-        # Rows that nobody was given are the next call's first.
-        pieces = sorted([*pieces, *collection.dropped], key=_place)
-        rollout.done_pieces.extendleft(reversed(pieces))
+        if collection is not None:
+            # Rows that nobody was given are the next call's first.
+            pieces = sorted([*pieces, *collection.dropped], key=_place)
+            collection.rollout.done_pieces.extendleft(reversed(pieces))
         raise
     samples.num_dropped = collection.num_dropped
     samples.episodes = sorted(rollout.episodes, key=lambda each: (each.env_id, each.trajectory_id))
     rollout.episodes = []
     return samples
+
+
+@contextmanager
+def _agreeing(pool: WorkerPool) -> Iterator[None]:
+    """Where the collection of one process is interrupted, those of the others are, too."""
+    interrupted: CollectionInterrupted | None = None
+    try:
+        yield
+    except CollectionInterrupted as error:
+        interrupted = error
+    if pool.agree is not None and pool.agree(interrupted is not None) and interrupted is None:
+        interrupted = CollectionInterrupted("another process of the run was asked to stop")
+    if interrupted is not None:
+        try:
+            raise interrupted
+        finally:
+            del interrupted  # its traceback keeps this frame
 
 
 def _warn_of_silent_keys(
@@ -129,6 +150,9 @@ def _postprocess(
     task: ReinforcementLearningTask[Any, Any], model: Any, pieces: Sequence[Piece], pool: WorkerPool
 ) -> MultiReplaySamples:
     if not pieces:
+        # In its hook each process of a run may wait for the others.
+        if pool.agree is not None and overrides(task, "postprocess_trajectories"):
+            task.postprocess_trajectories([])
         return MultiReplaySamples([])
     rows, lengths = _with_values(task, model, pieces, pool), [piece.length for piece in pieces]
     each, together = (

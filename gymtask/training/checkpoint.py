@@ -41,7 +41,7 @@ TEMPORARY = ".tmp-"
 SUPERSEDED = "superseded-"
 
 _NAME = re.compile(r"epoch-(\d+)-samples-(\d+)")
-_PLAIN = (str, int, float, bool, type(None))
+PLAIN = (str, int, float, bool, type(None))
 
 logger = logging.getLogger(__name__)
 
@@ -63,17 +63,17 @@ def to_plain(value: Any, name: str, *, as_text: bool = False) -> Any:
     """
     if isinstance(value, (Tensor, np.ndarray)) and not as_text:
         return _plain_tensor(torch.as_tensor(value))
-    if isinstance(value, np.generic):
+    if isinstance(value, np.generic) and type(value.item()) in PLAIN:
         return value.item()
     if isinstance(value, Mapping):
         return {
-            _plain_key(key, name): to_plain(item, f"{name}.{key}", as_text=as_text)
+            _plain_key(key, name, as_text): to_plain(item, f"{name}.{key}", as_text=as_text)
             for key, item in value.items()
         }
     if isinstance(value, (list, tuple)):
         items = [to_plain(v, f"{name}.{i}", as_text=as_text) for i, v in enumerate(value)]
         return tuple(items) if isinstance(value, tuple) else items
-    if type(value) in _PLAIN:  # not isinstance: an Enum may be an int or a str
+    if type(value) in PLAIN:  # not isinstance: an Enum may be an int or a str
         return value
     if isinstance(value, os.PathLike):
         return os.fspath(value)
@@ -85,8 +85,10 @@ def to_plain(value: Any, name: str, *, as_text: bool = False) -> Any:
     )
 
 
-def _plain_key(key: Any, name: str) -> Any:
-    if type(key) not in _PLAIN:
+def _plain_key(key: Any, name: str, as_text: bool) -> Any:
+    if type(key) not in PLAIN:
+        if as_text:
+            return repr(key)
         raise CheckpointError(f"`{name}` must have keys that are strings or numbers, got {key!r}")
     return key
 

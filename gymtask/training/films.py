@@ -16,6 +16,7 @@ from lightning_fabric.loggers.tensorboard import TensorBoardLogger
 from torch import nn
 
 from gymtask.errors import VideoError
+from gymtask.logged import LoggedNumbers
 from gymtask.task import ReinforcementLearningTask, State
 from gymtask.training.checkpoint import preserved_rng
 
@@ -45,8 +46,12 @@ def film(
     """
     path = run_dir / FOLDER / f"epoch-{state.num_epochs:06d}.mp4"
     path.parent.mkdir(exist_ok=True)
-    with preserved_rng():
-        task.sample_clip(save_path=path, model=model)
+    logged, task.logged = task.logged, LoggedNumbers()  # a clip is no training
+    try:
+        with preserved_rng():
+            task.sample_clip(save_path=path, model=model)
+    finally:
+        task.logged = logged
     boards = [log for log in loggers if isinstance(log, TensorBoardLogger)]
     # What tensorboardX writes has classes of its own.
     if not boards or importlib.util.find_spec("tensorboard") is None:

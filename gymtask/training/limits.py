@@ -48,14 +48,18 @@ class Limits:
         """Whether this process is to stop at the next step; asked between any two steps."""
         return self._requests.signal is not None or time.monotonic() >= self._deadline
 
-    def reason_within_epoch(self) -> str | None:
-        """Why an epoch is not to go on; None where it is."""
+    def ends_epoch(self, is_over: bool) -> bool:
+        """Whether an epoch does not go on: as one of the tasks says, or for a reason to stop."""
+        return self._ranks.any(is_over or self._own_reason() is not None)
+
+    def _own_reason(self) -> str | None:
+        """Why this process would end an epoch."""
         reason = None
         if self._limits.max_steps is not None and self._state.num_steps >= self._limits.max_steps:
             reason = "max_steps"
         if self.is_called_off():
             reason = self._requests.signal or "max_seconds"
-        return REASONS[self._ranks.largest(REASONS.index(reason))]
+        return reason
 
     def reason(self, last_evaluation: float | None) -> str | None:
         """Why no other epoch is to begin; None where one is.
@@ -63,7 +67,8 @@ class Limits:
         Args:
             last_evaluation: Its mean return; None before there was one.
         """
-        reason, limits = self.reason_within_epoch(), self._limits
+        limits = self._limits
+        reason = REASONS[self._ranks.largest(REASONS.index(self._own_reason()))]
         if reason is not None:
             return reason
         if limits.max_epochs is not None and self._state.num_epochs >= limits.max_epochs:

@@ -14,6 +14,8 @@ from gymtask.replay import MultiReplaySamples, ReplayBuffer
 from gymtask.replay.saving import load_into
 from gymtask.task import ReinforcementLearningTask
 
+COLLECTED = "collected.txt"  # how many rows were collected for the buffer
+
 logger = logging.getLogger(__name__)
 
 
@@ -62,21 +64,19 @@ class Replay:
             )
         self._task, self._num_warmup_samples = task, num_warmup_samples
         self._folder = f"replay-{rank}"  # in a checkpoint
-        self._is_restored = self._has_warned = False
+        self.is_restored = self._has_warned = False
+        self._num_collected = 0
         self.buffer = task.replay_buffer = buffer
 
-    def num_missing(self, num_samples: int) -> int:
-        """Rows to collect before there is training.
-
-        Args:
-            num_samples: What this process has collected so far.
-        """
-        # Not all that was collected is in the buffer, where short pieces are left out.
-        done = num_samples if self._is_restored else self.buffer.num_added
-        return max(0, self._num_warmup_samples - done)
+    @property
+    def num_missing(self) -> int:
+        """Rows that this process is to collect before there is training."""
+        return max(0, self._num_warmup_samples - self._num_collected)
 
     def add(self, samples: MultiReplaySamples) -> None:
         """Adds rows; of an episode that is longer than the buffer the last ones."""
+        # Not all of them are in the buffer, where short pieces are left out.
+        self._num_collected += samples.num_transitions + samples.num_dropped
         capacity = self.buffer.capacity
         if max(samples.lengths, default=0) <= capacity:
             self.buffer.extend(samples)
@@ -126,6 +126,7 @@ class Replay:
             logger.log(level, "writing %d transitions of replay, which may take a while", number)
         path = folder / self._folder
         self.buffer.save(path)
+        (path / COLLECTED).write_text(str(self._num_collected))
         seconds = time.monotonic() - began
         megabytes = sum(each.stat().st_size for each in path.rglob("*") if each.is_file()) / 1e6
         message = "wrote %d transitions of replay (%.1f MB) in %.1f s"
@@ -150,6 +151,7 @@ class Replay:
             return
         try:
             load_into(self.buffer, saved)
-            self._is_restored = True
-        except ReplayError as error:
+            self._num_collected = int((saved / COLLECTED).read_text())
+            self.is_restored = True
+        except (ReplayError, OSError, ValueError) as error:
             raise CheckpointError(f"cannot take up the replay of {folder}: {error}") from error

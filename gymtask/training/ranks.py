@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from lightning_fabric import Fabric
-from torch import Tensor, nn
+from torch import Tensor
 
 T = TypeVar("T")
 
@@ -91,15 +91,23 @@ class Ranks:
         return [value for own in found for value in own]
 
     def mean(self, numbers: Mapping[str, list[float]]) -> dict[str, list[float]]:
-        """Means over all of them; the keys and lengths are the same everywhere."""
+        """Means over all of them, for each place in the lists.
+
+        Where some have no number under a name they are those of the others; where some have fewer
+        there is one mean of all.
+        """
         if self.size == 1:
             return dict(numbers)
-        names = sorted(numbers)
-        flat = torch.tensor([number for name in names for number in numbers[name]])
-        flat = flat.to(self.device)
-        dist.all_reduce(flat)
-        parts = torch.split(flat / self.size, [len(numbers[name]) for name in names])
-        return {name: part.tolist() for name, part in zip(names, parts, strict=True)}
+        own = self.joined([numbers])
+        means: dict[str, list[float]] = {}
+        for name in dict.fromkeys(name for each in own for name in each):
+            listed = [each[name] for each in own if name in each]
+            if len({len(each) for each in listed}) == 1:
+                means[name] = [sum(each) / len(each) for each in zip(*listed, strict=True)]
+            else:
+                every = [number for each in listed for number in each]
+                means[name] = [sum(every) / len(every)]
+        return means
 
     def average_(self, tensors: Sequence[Tensor]) -> None:
         """Puts into each tensor the mean of all of them, in one message."""
@@ -112,11 +120,15 @@ class Ranks:
         for tensor, part in zip(tensors, parts, strict=True):
             tensor.copy_(part.view_as(tensor))
 
-    def copy_first_(self, module: nn.Module) -> None:
-        """Gives a module the parameters and buffers of the first one's."""
+    def copy_first_(self, tensors: Sequence[Tensor]) -> None:
+        """Puts into each tensor what the first one has in its own."""
         if self.size == 1:
             return
         with torch.no_grad():
-            for tensor in module.state_dict().values():
-                if isinstance(tensor, Tensor):
-                    dist.broadcast(tensor, 0)
+            for tensor in tensors:
+                for dim, stride in enumerate(tensor.stride()):
+                    if stride == 0:  # expanded: one number for all
+                        tensor = tensor.narrow(dim, 0, min(1, tensor.shape[dim]))
+                whole = tensor.contiguous()  # itself, mostly; of a slice, memory of its own
+                dist.broadcast(whole, 0)
+                tensor.copy_(whole)

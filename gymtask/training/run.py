@@ -150,6 +150,7 @@ class Run:
         pool.first_env = self._ranks.rank * self._num_envs
         pool.total_envs = self._ranks.size * self._num_envs
         pool.noise_key = (self._seed, "noise", 0)
+        pool.agree = self._ranks.any if self._ranks.size > 1 else None
         if not pool.steps_together:
             pool.record_starts(keep=self._config.record_actions)
 
@@ -215,13 +216,12 @@ class Run:
         """Collects what a replay buffer is to hold before there is training."""
         if self._replay is None:
             return
-        own_samples = self._ranks.share(self.state.num_samples)
-        missing = self._ranks.total(self._replay.num_missing(own_samples))
+        missing = self._ranks.total(self._replay.num_missing)
         if not missing or self._reason_to_stop():
             return
         self.state.phase = "collect"
         # A resumed run whose buffer was not saved has a policy to fill it with.
-        begins = self.state.num_samples < self._config.sampling.num_warmup_samples
+        begins = self._replay.is_restored or self.state.num_samples < missing
         samples = self._collect(self._limits.num_wanted(missing), random_actions=begins)
         if samples is not None:
             self._replay.add(samples)
@@ -316,7 +316,7 @@ class Run:
                 state.num_epoch_steps += 1
                 state.elapsed_time = self._limits.elapsed_time
                 self._task.on_update_end(self._model, state)
-                if self._task.epoch_is_over(state) or self._limits.reason_within_epoch():
+                if self._limits.ends_epoch(self._task.epoch_is_over(state)):
                     break
             # Read once an epoch: on a GPU each look would wait for all that was sent before.
             numbers = {name: torch.stack(listed).tolist() for name, listed in values.items()}

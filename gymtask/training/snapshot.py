@@ -18,6 +18,7 @@ from gymtask.sampling import stream_seed
 from gymtask.task import ReinforcementLearningTask, State
 from gymtask.training.checkpoint import (
     FORMAT,
+    PLAIN,
     STATE_FILE,
     module_problems,
     rank_file,
@@ -242,7 +243,7 @@ def _texts(value: Any, default: Any, name: str) -> Iterator[str]:
         default: What stands in its place before; a dataclass is made as one of that class.
         name: Of the value.
     """
-    if is_dataclass(value):
+    if is_dataclass(value) and not isinstance(value, type):
         if type(value) is not type(default):
             yield name
             return
@@ -250,12 +251,12 @@ def _texts(value: Any, default: Any, name: str) -> Iterator[str]:
             mine, others = (getattr(each, item.name) for each in (value, default))
             yield from _texts(mine, others, f"{name}.{item.name}")
     elif isinstance(value, Mapping):
+        if not all(type(key) in PLAIN for key in value):
+            yield name
         yield from (text for key in value for text in _texts(value[key], None, f"{name}.{key}"))
     elif isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):  # of a NamedTuple
         yield from (text for place in value for text in _texts(place, None, name))
-    elif type(value) not in (str, int, float, bool, type(None)) and not isinstance(
-        value, np.generic
-    ):
+    elif type(value.item() if isinstance(value, np.generic) else value) not in PLAIN:
         yield name
 
 

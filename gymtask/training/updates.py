@@ -58,11 +58,11 @@ class Updater:
     ) -> None:
         # Methods of a compiled model are compiled through Fabric's wrapper.
         self._fabric: Any = fabric if config.compile else without_wrappers(fabric)
-        self._ranks, self._task = ranks, task
+        self._ranks, self._task, self._model = ranks, task, model
         self._clip_grad_norm = config.clip_grad_norm
         compiled: Any = torch.compile(model) if config.compile else model
         self._module: Any = self._fabric.setup_module(compiled)
-        ranks.copy_first_(task)  # the model's are the same already
+        ranks.copy_first_(_tensors(task))  # the model's are the same already
         for name in task.forward_methods:
             self._mark(model, name)
         made = task.get_optimizers(model)
@@ -73,12 +73,6 @@ class Updater:
                 # A fused one says that it undoes the scaling of gradients in its step, by itself;
                 # Fabric refuses to clip those. So they are unscaled before, like any other's.
                 optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
-        self._trained = [
-            parameter
-            for optimizer in self.optimizers.values()
-            for parameter in _parameters(optimizer)
-            if parameter.requires_grad
-        ]
         self._steppers: dict[str, Any] = {
             name: self._fabric.setup_optimizers(optimizer)
             for name, optimizer in self.optimizers.items()
@@ -112,8 +106,14 @@ class Updater:
             self._steppers[name].step()
         for scheduler in self.schedulers:
             scheduler.step()
+        self._share_buffers()
         values.update(self._named("grad_norm", norms))
         return values
+
+    def _share_buffers(self) -> None:
+        """Gives all processes the first one's buffers, as torch's own wrapper does."""
+        if self._ranks.size > 1:
+            self._ranks.copy_first_(list(self._model.buffers()))
 
     def _named(self, kind: str, values: Mapping[str, Any]) -> dict[str, Any]:
         """`kind` for a single optimizer, "kind/name" for each of several."""
@@ -137,13 +137,18 @@ class Updater:
     def _average_gradients(self) -> None:
         if self._ranks.size == 1:
             return
-        has_gradient = self._ranks.any_each([p.grad is not None for p in self._trained])
+        # Each time anew, as a parameter may be thawed, or added to an optimizer, at any time.
+        trained = [each for o in self.optimizers.values() for each in _parameters(o)]
+        has_gradient = self._ranks.any_each([parameter.grad is not None for parameter in trained])
         gradients = []
-        for parameter, has in zip(self._trained, has_gradient, strict=True):
-            if has and parameter.grad is None:  # another process has one
+        for parameter, has in zip(trained, has_gradient, strict=True):
+            if not has:
+                continue
+            if parameter.grad is None:  # another process has one
                 parameter.grad = torch.zeros_like(parameter)
-            if parameter.grad is not None:
-                gradients.append(parameter.grad)
+            elif parameter.grad.is_sparse:  # other rows in each process
+                parameter.grad = parameter.grad.to_dense()
+            gradients.append(parameter.grad)
         self._ranks.average_(gradients)
 
     def _require_finite(self, loss: Tensor, norms: Mapping[str, Tensor], state: State) -> None:
@@ -203,6 +208,11 @@ class Updater:
             # Of a sparse one, of an embedding, no norm can be taken.
             dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
             return torch.nn.utils.get_total_norm(dense)
+        if any(p.grad is not None and p.grad.is_sparse for p in _parameters(self.optimizers[name])):
+            raise HookError(
+                f"`clip_grad_norm` must be None where gradients are sparse, got"
+                f" {self._clip_grad_norm}"
+            )
         norm: Tensor | None = self._fabric.clip_gradients(
             self._module,
             self._steppers[name],
@@ -211,6 +221,10 @@ class Updater:
         )
         assert norm is not None  # clip_gradients returns none only when it clips by value
         return norm
+
+
+def _tensors(module: nn.Module) -> list[Tensor]:
+    return [value for value in module.state_dict().values() if isinstance(value, Tensor)]
 
 
 def _parameters(optimizer: Optimizer) -> Iterable[nn.Parameter]:

@@ -78,6 +78,8 @@ class WorkerPool(ResumableQueue):
         reset_seeds: Seeds of the first reset, where they are not `seed + i`; may be set before it.
         interrupt: Asked while waiting; True ends the wait with
             `gymtask.errors.CollectionInterrupted`.
+        agree: With several processes, tells each whether one of them was interrupted; all call it
+            at the end of a collection, before hooks in which they may wait for each other.
         memory: The collector's own, as all that follow: what it keeps between two collections;
             dropped by `reset`.
         noise: The action noise, made from `noise_key`.

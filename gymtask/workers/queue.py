@@ -62,6 +62,7 @@ class StepQueue(ABC):
         self.blocks[id(self.all_ids)] = slice(None)
         self._group_of = [array for array in arrays for _ in array]
         self.interrupt: Callable[[], bool] | None = None
+        self.agree: Callable[[bool], bool] | None = None
         self.num_posted = 0
         self.num_pending = 0
         self.closed = False

@@ -141,3 +141,39 @@ def test_another_number_of_processes_is_refused(both: list[dict[str, Any]]) -> N
 def test_several_processes_need_a_strategy() -> None:
     with pytest.raises(ConfigurationError, match=r'`strategy` must be "ddp" for more than one'):
         make_trainer(None, devices=2)
+
+
+def odd(out: Path, scenario: str) -> list[dict[str, Any]]:
+    script = SCRIPT.with_name("ddp_odd_script.py")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(script), str(out), scenario],
+        env=environment,
+        cwd=out,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [torch.load(out / f"{scenario}-{rank}.pt") for rank in range(2)]
+
+
+def test_processes_that_are_unlike_stay_one_model(tmp_path: Path) -> None:
+    first, second = odd(tmp_path, "odd")
+    # Buffers, what was thawed later, sparse gradients, an epoch that one of them ended.
+    assert first["num_steps"] == second["num_steps"] == 3 * 2
+    for name, value in first["state"].items():
+        assert torch.equal(value, second["state"][name]), name
+    assert first["state"]["0.norm.running_mean"].any()
+    rows = read_rows(tmp_path / "odd" / "metrics.csv")
+    assert [row["loss/rare"] for row in rows] == [pytest.approx(3.0)] * 3
+
+
+@pytest.mark.parametrize("scenario", ["slow", "short"])
+def test_hooks_of_all_processes_run_equally_often(scenario: str, tmp_path: Path) -> None:
+    both = odd(tmp_path, scenario)
+    reason = {"slow": "max_seconds", "short": "max_epochs"}[scenario]
+    assert [each["stopped_by"] for each in both] == [reason] * 2
+    states = [each["state"] for each in both]
+    assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
+    assert list_checkpoints(tmp_path / scenario)

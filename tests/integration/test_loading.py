@@ -341,7 +341,15 @@ class Settings(Config):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("schedule", Cosine()), ("other", Linear()), ("range", Range()), ("range", [Linear()])],
+    [
+        ("schedule", Cosine()),
+        ("other", Linear()),
+        ("range", Range()),
+        ("range", [Linear()]),
+        ("range", Linear),
+        ("range", {(1, 2): 3}),
+        ("range", np.datetime64("2020-01-01")),
+    ],
 )
 def test_settings_that_would_come_back_as_others_are_refused(
     name: str, value: Any, tmp_path: Path
@@ -409,6 +417,17 @@ def test_what_an_evaluation_logs_has_columns_of_its_own(tmp_path: Path) -> None:
     make_trainer(tmp_path, eval_interval=1).train(task, linear())
     rows = read_rows(tmp_path / "metrics.csv")
     assert [(row["greedy"], row["eval/greedy"]) for row in rows] == [(0.0, 1.0)] * 2
+
+
+def test_what_a_clip_logs_is_not_of_training(tmp_path: Path) -> None:
+    class Logs(ScriptedTask):
+        def get_actions(self, model: nn.Module, states: TensorDict, optimal: bool) -> Tensor:
+            self.log("greedy", optimal)
+            return super().get_actions(model, states, optimal)
+
+    task = Logs(make_config(max_epochs=3))
+    make_trainer(tmp_path, clip_interval=1).train(task, linear())
+    assert [row["greedy"] for row in read_rows(tmp_path / "metrics.csv")] == [0.0] * 3
 
 
 @pytest.mark.parametrize("name", ["loss", "num_epochs", "episode/count"])

@@ -301,6 +301,25 @@ def test_warm_up_is_not_made_again_by_a_resumed_run(tmp_path: Path) -> None:
     assert task.seen[-1] == (35, 35)
 
 
+def test_a_warm_up_that_was_stopped_is_made_anew(tmp_path: Path) -> None:
+    class Slow(OffPolicy):
+        env_kwargs = {"lengths": 4, "seconds": 0.004}  # noqa: RUF012
+
+        def get_actions(self, model: nn.Module, states: TensorDict, optimal: bool) -> Tensor:
+            return torch.full((len(states),), 1)
+
+    fields: dict[str, Any] = {"num_warmup_samples": 100, "num_epoch_samples": 4}
+    task = make_off_policy(200, Slow, max_epochs=1, max_seconds=0.2)
+    before = make_trainer(tmp_path, **fields).train(task, linear())
+    assert 0 < before.num_samples < 100
+    task = make_off_policy(200, Slow, max_epochs=1)
+    after = make_trainer(None, **fields).train(task, linear(), resume=tmp_path)
+    assert after.num_samples == before.num_samples + 104
+    assert task.seen == [(after.num_samples, 104)] * 3
+    assert task.replay_buffer is not None
+    assert set(task.replay_buffer.sample(300)["action"].flatten().tolist()) == {0, 1}  # random
+
+
 def test_without_a_saved_buffer_a_resumed_run_fills_it_with_the_policy(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
