@@ -2,6 +2,7 @@
 
 A `VectorEnv` hands actions on as they are: a float64 action reaches an environment whose Box is
 float32 as float64. So the memory has room for the largest dtype, and says of each leaf which it is.
+Python's own numbers, as in a list, reach it as such too: a flag beside the dtype says so.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from gymtask.workers.layout import (
 
 LINE = 64  # bytes that the name of a leaf's dtype takes, so that the data after it is aligned
 WIDEST = 8  # bytes of the largest dtype
+PLAIN = 0x80  # beside the character of a dtype, which is ASCII: these were Python's own numbers
+_PLAIN_KINDS = {bool: "b", int: "iu", float: "f"}  # kinds of dtypes that hold such a number
 
 
 class GivenActions:
@@ -52,9 +55,15 @@ class GivenActions:
         return sum(LINE + _size(leaf, num_envs) for leaf in leaves)
 
     def write(self, actions: Any) -> bool:
-        """Writes a batch of actions; False where it is none of numbers in the space's shape."""
+        """Writes a batch of actions.
+
+        Returns:
+            False where it is none of numbers in the space's shape, or of such that would come out
+            as others: a list of Python's lists, or of numbers of several types.
+        """
         try:
-            values = [np.asarray(value) for value in flatten(self._space, actions)]
+            given = flatten(self._space, actions)
+            values = [np.asarray(value) for value in given]
         except (TypeError, ValueError, LookupError):
             return False
         if len(values) != len(self._shapes):
@@ -63,18 +72,27 @@ class GivenActions:
             dtype = value.dtype
             if value.shape != shape or dtype.kind not in "biuf" or dtype.itemsize > WIDEST:
                 return False
-        for number, value in enumerate(values):
+        flags = [
+            0 if value is one else _flag(one, value)
+            for one, value in zip(given, values, strict=True)
+        ]
+        if None in flags:
+            return False
+        for number, (value, flag) in enumerate(zip(values, flags, strict=True)):
             code = ord(value.dtype.char)
             self._array(number, code)[...] = value
-            self._codes[number * LINE] = code
+            self._codes[number * LINE] = code | (flag or 0)
         return True
 
     def reader(self) -> Reader:
         """The function `read(i)` that gives the action of environment i, which may keep it."""
         codes = bytes(self._codes[::LINE])
         if self._read is None or codes != self._read_codes:
-            arrays = [self._array(number, code) for number, code in enumerate(codes)]
-            self._read = _reader(self._space, iter(arrays))
+            leaves = [
+                (self._array(number, code & ~PLAIN), bool(code & PLAIN))
+                for number, code in enumerate(codes)
+            ]
+            self._read = _reader(self._space, iter(leaves))
             self._read_codes = codes
         return self._read
 
@@ -96,17 +114,36 @@ def _size(leaf: Leaf, num_envs: int) -> int:
     return -(-max(count, 1) * WIDEST // LINE) * LINE
 
 
-def _reader(space: Space, arrays: Iterator[Array]) -> Reader:
+def _flag(given: Any, array: Array) -> int | None:
+    """What is to be said of the numbers of a batch beside the dtype of the array made of it.
+
+    Returns:
+        PLAIN for numbers of Python, None where the array would not give back what a sequence held.
+    """
+    if not isinstance(given, (list, tuple)):
+        return 0
+    kinds = set(map(type, given))
+    if len(kinds) != 1:
+        return None
+    kind = kinds.pop()
+    if kind in _PLAIN_KINDS:
+        return PLAIN if array.dtype.kind in _PLAIN_KINDS[kind] else None
+    if kind is np.ndarray and array.ndim > 1:
+        return 0 if all(one.dtype == array.dtype for one in given) else None
+    return 0 if issubclass(kind, np.generic) else None
+
+
+def _reader(space: Space, leaves: Iterator[tuple[Array, bool]]) -> Reader:
     parts = children(space)
     if parts is None:
-        return _leaf_reader(next(arrays))
-    readers: Sequence[tuple[str, Reader]] = [(key, _reader(part, arrays)) for key, part in parts]
+        return _leaf_reader(*next(leaves))
+    readers: Sequence[tuple[str, Reader]] = [(key, _reader(part, leaves)) for key, part in parts]
     if isinstance(space, spaces.Dict):
         return lambda index: {key: read(index) for key, read in readers}
     return lambda index: tuple(read(index) for _, read in readers)
 
 
-def _leaf_reader(array: Array) -> Reader:
+def _leaf_reader(array: Array, plain: bool) -> Reader:
     if array.ndim == 1:
-        return array.__getitem__  # a numpy scalar
+        return array.item if plain else array.__getitem__  # a numpy scalar
     return lambda index: array[index].copy()
