@@ -84,6 +84,68 @@ def test_gaussian_has_the_asked_mean_and_deviation(inside: bool) -> None:
     assert abs(correlation) < 4 / N**0.5
 
 
+HALVES = [torch.float16, torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("inside", [False, True])
+def test_equal_logits_of_half_precision_are_drawn_alike(dtype: torch.dtype, inside: bool) -> None:
+    torch.manual_seed(0)
+    logits = torch.full((18,), 50.0, dtype=dtype)
+
+    def draw(given: TensorDict) -> Tensor:
+        return sampling.categorical(logits.expand(len(given), 18), given)
+
+    actions = inside_many(draw) if inside else draw(states(N))
+    for group in (actions < 6, actions >= 12):  # of a third each, the first 6% too often before
+        assert abs(group.float().mean().item() - 1 / 3) <= within(N, 1 / 3)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_gaussians_of_half_precision_are_those_of_float32_rounded_once(
+    dtype: torch.dtype, inside: bool
+) -> None:
+    mean, std = torch.tensor([1.0, -2.0]), torch.tensor([0.5, 2.0])
+
+    def draws(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        def draw(given: TensorDict) -> Tensor:
+            wide = mean.to(dtype).expand(len(given), 2)
+            plain = sampling.gaussian(wide, std.to(dtype), given)
+            return torch.cat(
+                [plain, sampling.squashed_gaussian(wide, std.to(dtype), given, low=-2.0)], -1
+            )
+
+        torch.manual_seed(0)
+        drawn = inside_many(draw) if inside else draw(states(N))
+        return drawn.split(2, -1)  # type: ignore[return-value,no-untyped-call]
+
+    for found, expected in zip(draws(dtype), draws(torch.float32), strict=True):
+        assert found.dtype == dtype
+        assert torch.equal(found, expected.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [*HALVES, torch.float32, torch.float64])
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_a_saturated_squashed_gaussian_stays_within_any_bounds(
+    dtype: torch.dtype, as_tensor: bool
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    edges = (torch.randn(2000, 2, generator=generator) * 2).sort(-1).values
+    edges[0] = torch.tensor([-1.8975812, 0.25354323])
+    for mean in (-50.0, 50.0):
+        wide = torch.full((2000,), mean, dtype=dtype)
+        if as_tensor:
+            low, high = edges.unbind(-1)
+            found = sampling.squashed_gaussian(wide, 0.1, states(2000), low=low, high=high)
+            assert ((low <= found) & (found <= high)).all()
+            continue
+        for one, other in edges[:50].tolist():
+            found = sampling.squashed_gaussian(wide[:3], 0.1, states(3), low=one, high=other)
+            assert found.dtype == dtype
+            assert one <= found.min().item() <= found.max().item() <= other
+
+
 def test_squashed_gaussian_stays_within_its_bounds_and_is_a_tanh_in_them() -> None:
     mean = torch.zeros(N, 1)
     torch.manual_seed(0)
@@ -102,6 +164,31 @@ def test_epsilon_greedy_takes_the_best_action_but_for_epsilon() -> None:
     for action, probability in [(0, 0.1), (1, 0.8), (2, 0.1)]:
         frequency = (actions == action).float().mean().item()
         assert abs(frequency - probability) <= within(N, probability)
+
+
+@pytest.mark.parametrize(
+    ("epsilon", "message"),
+    [
+        (torch.zeros(3, 1), r"`epsilon` must be a number or .* \(3,\), got shape \(3, 1\)"),
+        (torch.zeros(2), r"`epsilon` must be a number or .* \(3,\), got shape \(2,\)"),
+        (torch.tensor(1.5), "`epsilon` must lie in 0 to 1, got 1.5"),
+        (torch.tensor([0.0, -0.1, 0.0]), "`epsilon` must lie in 0 to 1, got "),
+        (torch.tensor([0.0, float("nan"), 0.0]), "`epsilon` must lie in 0 to 1, got "),
+        (-0.5, "`epsilon` must lie in 0 to 1, got -0.5"),
+        ([0.1, 0.1, 0.1], "`epsilon` must be a number or a tensor, got list"),
+    ],
+)
+def test_an_epsilon_that_is_not_one_a_row_from_0_to_1_is_refused(
+    epsilon: Any, message: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        sampling.epsilon_greedy(torch.zeros(3, 4), epsilon, states(3))
+
+
+def test_an_epsilon_may_be_a_number_or_a_tensor_for_all_or_for_each() -> None:
+    values = torch.tensor([0.0, 3.0]).expand(3, 2)
+    for epsilon in (0, np.float32(0.0), torch.tensor(0.0), torch.zeros(3)):
+        assert sampling.epsilon_greedy(values, epsilon, states(3)).tolist() == [1, 1, 1]
 
 
 def test_uniform_fills_the_interval_from_0_to_1() -> None:
