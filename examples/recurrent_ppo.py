@@ -214,7 +214,8 @@ class RecurrentPPO(gymtask.ReinforcementLearningTask[Config, ActorCritic]):
         policy, value = Categorical(logits=output[0][counts]), output[1][counts]
         ratio = (policy.log_prob(rows["action"]) - rows["log_prob"]).exp()
         advantage = rows["advantage"]
-        advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+        if advantage.numel() > 1:  # one row alone has no deviation
+            advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
         surrogate = torch.min(advantage * ratio, advantage * ratio.clamp(1 - clip, 1 + clip))
         return {
             "policy": -surrogate.mean(),

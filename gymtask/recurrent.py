@@ -98,7 +98,9 @@ def _check(inputs: Tensor, carries: Carry, is_init: Tensor, burn_in: int) -> Non
     if is_init.dtype != torch.bool or is_init.ndim != 2:
         rule = "must be bool [B, W]"
         problems.append(f"`is_init` {rule}, got {is_init.dtype} {list(is_init.shape)}")
-    elif not problems and burn_in >= max(1, is_init.shape[1]):
+    elif not is_init.shape[1]:
+        problems.append(f"`is_init` must have one row a window at least, got {list(is_init.shape)}")
+    elif not problems and burn_in >= is_init.shape[1]:
         problems.append(f"`burn_in` must be less than W = {is_init.shape[1]}, got {burn_in}")
     parts = carries if isinstance(carries, tuple) else (carries,)
     for name, part in [("inputs", inputs), *(("carries", part) for part in parts)]:

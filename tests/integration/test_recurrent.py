@@ -303,6 +303,14 @@ def test_a_carry_may_be_a_tensordict_and_a_cell_any_function() -> None:
         ({"burn_in": 6}, "`burn_in` must be less than W = 6, got 6"),
         ({"burn_in": -1}, "`burn_in` must be"),
         ({"is_init": torch.zeros(5, 6)}, "`is_init` must be bool"),
+        (
+            {
+                "inputs": torch.zeros(5, 0, 3),
+                "carries": torch.zeros(5, 0, 4),
+                "is_init": torch.zeros(5, 0, dtype=torch.bool),
+            },
+            r"`is_init` must have one row a window at least, got \[5, 0\]",
+        ),
         ({"carries": torch.zeros(5, 4)}, r"`carries` must begin with .*\[5, 6\], got \[5, 4\]"),
         ({"carries": (torch.zeros(5, 6, 4), torch.zeros(4, 6, 4))}, "`carries` must begin"),
         ({"inputs": torch.zeros(5, 7, 3)}, r"`inputs` must begin .* got \[5, 7, 3\]"),

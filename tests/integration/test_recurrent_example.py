@@ -172,6 +172,15 @@ def test_it_runs_on_a_tiny_budget(
     assert (tmp_path / "clips" / "final.mp4").exists() == (not words)
 
 
+def test_minibatches_of_one_row_leave_the_network_finite(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["--max-samples", "512", "--train-dl.batch-size", "1", "--dataset.num-samples", "1"]
+    run_main(monkeypatch, tmp_path, *words, "--dataset.num-update-steps", "4", "--no-clip")
+    _, model = gymtask.load(tmp_path, task=make_task(), model=make_task().get_model())
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
 @pytest.mark.parametrize("flag", ["--recurrent", "--no-recurrent"])
 def test_the_shortest_corridor_is_learnt_in_seconds_with_memory_alone(
     flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
