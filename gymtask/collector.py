@@ -145,11 +145,7 @@ class Collection:
         if admitted is not idle and not options.whole_episodes:
             for index in np.setdiff1d(idle, admitted).tolist():
                 self.rollout.cut(index)
-        if 0 < len(admitted) <= self._limit:
-            self._act(admitted)
-        else:
-            for start in range(0, len(admitted), self._limit):
-                self._act(admitted[start : start + self._limit])
+        self._send(admitted)
         if began:
             self.rollout.turn_time += (time.perf_counter() - began - self.rollout.turn_time) / 8
         return True
@@ -161,6 +157,16 @@ class Collection:
         if longest is not None:
             for index in env_ids[(rollout.length >= longest)[env_ids]].tolist():
                 rollout.cut(index)
+
+    def _send(self, env_ids: Array) -> None:
+        if len(self._pool.held) and len(env_ids):  # all, since they step together
+            env_ids = np.delete(env_ids, self._pool.held)
+            self._reset(self._pool.held)
+        if 0 < len(env_ids) <= self._limit:
+            self._act(env_ids)
+        else:
+            for start in range(0, len(env_ids), self._limit):
+                self._act(env_ids[start : start + self._limit])
 
     def _act(self, env_ids: Array) -> None:
         rollout, actor, pool = self.rollout, self._actor, self._pool
@@ -174,6 +180,15 @@ class Collection:
             actor.release(len(env_ids))
         pool.post(env_ids)
         rollout.num_posted = pool.num_posted
+
+    def _reset(self, env_ids: Array) -> None:
+        """Starts steps that only begin episodes; no policy is asked what to do in an ended one.
+
+        The environments get the actions that lie in the slots: their last ones.
+        """
+        self.rollout.make_room()
+        self._pool.post(env_ids)
+        self.rollout.num_posted = self._pool.num_posted
 
     def drain(self) -> None:
         """Waits for outstanding steps and keeps their rows; every environment is idle then."""

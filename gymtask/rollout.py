@@ -17,9 +17,10 @@ from gymtask.acting import Actor, Answer
 from gymtask.cursors import Cursors
 from gymtask.episode_actions import EpisodeActions
 from gymtask.errors import HookError
+from gymtask.joining import joined_pieces
 from gymtask.replay import EpisodeRecord
-from gymtask.states import Column, States, check_columns
-from gymtask.tape import FLAGS, REWARD, Key, Piece, Tape, joined_pieces, move_rows, write_stacks
+from gymtask.states import Column, States, check_columns, fits
+from gymtask.tape import FLAGS, REWARD, Key, Piece, Tape, move_rows, pairs, write_stacks
 from gymtask.workers.layout import Array
 from gymtask.workers.pool import WorkerPool
 
@@ -68,7 +69,7 @@ class Rollout:
         self.episodes: list[EpisodeRecord] = []
         self._infos: list[list[dict[str, Any]]] = [[] for _ in range(n)]
         self._tape = Tape(n, 0)
-        self._slot_flags = _pairs(pool.slots.flags)
+        self._slot_flags = pairs(pool.slots.flags)
         self._state_columns: list[Column] = []
         self._row_columns: list[Column] = []
         self._observation_keys: list[Key] = []
@@ -158,14 +159,14 @@ class Rollout:
         ):
             for column in group:
                 table = old_tables.get(column.key)
-                if new is not old or table is None or not _fits(table, column):
+                if new is not old or table is None or not fits(table, column):
                     tables[column.key] = new.table(column.shape, column.dtype)
-                if table is not None and _fits(table, column):
+                if table is not None and fits(table, column):
                     move_rows(table, tables[column.key], cursors, lengths, longest, more)
                 elif group is self._state_columns:
                     self._begin_column(tables[column.key][longest], column)
         self._tape = new
-        self._reward_table, self._flags_table = new.rows[REWARD], _pairs(new.rows[FLAGS])
+        self._reward_table, self._flags_table = new.rows[REWARD], pairs(new.rows[FLAGS])
         self._action_tables = [new.rows[key] for key in self._action_keys]
         self._observation_tables = [new.states[key] for key in self._observation_keys]
         self._shown_tables = new.states
@@ -198,15 +199,19 @@ class Rollout:
         """The step of the run at which all of a block stand, -1 where there is none."""
         return self._at.run_step_of(env_ids)
 
-    def write_states(self, env_ids: Array, states: States) -> None:
-        """Copies where `env_ids` stand into the first n rows of `states`."""
+    def make_room(self) -> None:
+        """Sees to it that a step of everybody finds room on the tape."""
         # One row more than the cursor must be there: the state that the next row leads to.
         at = self._at
         if at.highest + 2 > self._tape.capacity:
             at.tighten()
             if at.highest + 2 > self._tape.capacity:
                 self._rewind(2 * self._tape.capacity, fresh=True)
-        arrays = states.arrays
+
+    def write_states(self, env_ids: Array, states: States) -> None:
+        """Copies where `env_ids` stand into the first n rows of `states`."""
+        self.make_room()
+        at, arrays = self._at, states.arrays
         if self._frame_stack is not None:
             row, columns = at.place(env_ids)
             stacks = [arrays[key][: len(env_ids)] for key in self._observation_keys]
@@ -386,12 +391,3 @@ class Rollout:
                 self._infos[index] = [*last.infos, *self._infos[index]]
                 own.pop()
         self.done_pieces = deque(piece for own in joined.values() for piece in own)
-
-
-def _pairs(flags: Array) -> Array:
-    """Flags [..., 2] seen as one number [...] for each two, which is copied faster."""
-    return flags.view(np.uint16)[..., 0]
-
-
-def _fits(table: Array, column: Column) -> bool:
-    return table.shape[2:] == column.shape and table.dtype == column.dtype

@@ -32,6 +32,11 @@ class Column:
     dtype: np.dtype[Any]
 
 
+def fits(table: Array, column: Column) -> bool:
+    """Whether a table [capacity, N, ...] is of a column's values."""
+    return table.shape[2:] == column.shape and table.dtype == column.dtype
+
+
 def check_columns(before: Sequence[Column], now: Sequence[Column], *, any_open: bool) -> None:
     """Checks that what is kept of states stays the same from one collection to the next.
 

@@ -18,7 +18,7 @@ in the same column. A stack is made of them and the piece's own whenever one is 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -52,6 +52,11 @@ class Tape:
     def table(self, shape: tuple[int, ...], dtype: Any) -> Array:
         """A new table of zeros for values of this shape and dtype."""
         return np.zeros((self.capacity, self.num_columns, *shape), dtype)
+
+
+def pairs(flags: Array) -> Array:
+    """Flags [..., 2] seen as one number [...] for each two, which is copied faster."""
+    return flags.view(np.uint16)[..., 0]
 
 
 def move_rows(
@@ -193,18 +198,6 @@ class Piece:
             infos=self.infos[length:],
         )
         return head, tail
-
-
-def joined_pieces(pieces: Iterable[Piece]) -> dict[int, list[Piece]]:
-    """The pieces of each environment in order of time, those that go on in the next one as one."""
-    joined: dict[int, list[Piece]] = {}
-    for piece in sorted(pieces, key=lambda each: each.first_run_step):
-        own = joined.setdefault(piece.env_id, [])
-        if own and own[-1].goes_on_in(piece):
-            own[-1] = own[-1].joined_with(piece)
-        else:
-            own.append(piece)
-    return joined
 
 
 class Selection:

@@ -8,7 +8,7 @@ next observation, and an episode that ended is followed by the next one.
 - DISABLED: the pool resets those that ended, by `reset(options={"reset_mask": ...})`.
 - NEXT_STEP: the step after the end resets, ignores the action and is no transition. `recv` holds an
   ended row back until that step has given the observation that follows it. The collector takes
-  part in it instead (see `began`), since it can act on all environments at once that way.
+  part in it instead (see `held` and `began`), since it can act on all others at once that way.
 """
 
 from __future__ import annotations
@@ -58,8 +58,6 @@ class NativePool(WorkerPool):
         self._warned = False
         self._broken_off = False  # whether a call of the VectorEnv was, anywhere
         self._posted: Array = np.zeros(num_envs, bool)
-        # NEXT_STEP: whose episode ended with the last step, so that the next one resets them.
-        self._held: Array = _NOBODY
 
     @classmethod
     @override
@@ -97,7 +95,7 @@ class NativePool(WorkerPool):
             self.num_pending, self.began = 0, None
             return _NOBODY
         try:
-            self.began = self._held if len(self._held) else None
+            self.began = self.held if len(self.held) else None
             self._posted[:] = False
             self.num_pending = 0
             self._step()
@@ -129,7 +127,7 @@ class NativePool(WorkerPool):
     def _missing(self) -> Array:
         """Who needs an action before a step can be made, in increasing order."""
         missing = ~self._posted
-        missing[self._held] = False
+        missing[self.held] = False
         ids: Array = np.flatnonzero(missing)
         return ids
 
@@ -145,14 +143,14 @@ class NativePool(WorkerPool):
             self._give_up(error)
 
     def _step_beside_held(self) -> None:
-        slots, held = self.slots, self._held
+        slots, held = self.slots, self.held
         kept = slots.reward[held], slots.flags[held], [slots.infos[index] for index in held]
         self._posted[:] = False
         self._step()
         slots.reward[held], slots.flags[held] = kept[:2]
         for index, info in zip(held.tolist(), kept[2], strict=True):
             slots.infos[index] = info
-        self._ready += np.setdiff1d(self.all_ids, self._held).tolist()
+        self._ready += np.setdiff1d(self.all_ids, self.held).tolist()
 
     def _step(self) -> None:
         slots = self.slots
@@ -164,9 +162,9 @@ class NativePool(WorkerPool):
             slots.reward[:] = self._checked("rewards", reward)
             slots.terminated[:] = self._checked("terminated", terminated)
             slots.truncated[:] = self._checked("truncated", truncated)
-            if len(self._held):
-                slots.reward[self._held], slots.flags[self._held] = 0.0, False
-                self._held = _NOBODY
+            if len(self.held):
+                slots.reward[self.held], slots.flags[self.held] = 0.0, False
+                self.held = _NOBODY
             if self._info_keys:
                 self._keep_infos(infos)
             if 1 in slots.flags.tobytes():
@@ -208,7 +206,7 @@ class NativePool(WorkerPool):
         for leaf, final in zip(slots.observation, slots.final_observation, strict=True):
             final[ended] = leaf[ended]
         if self._mode is AutoresetMode.NEXT_STEP:
-            self._held = ended
+            self.held = ended
         else:
             self._reset_some(ended)
 
@@ -332,7 +330,7 @@ class NativePool(WorkerPool):
         self._check_reset_infos(infos)
         self._write(observation)
         self.slots.reward[:], self.slots.flags[:] = 0.0, False
-        self._held, self.began = _NOBODY, None
+        self.held, self.began = _NOBODY, None
 
     def _check_reset_infos(self, infos: dict[str, Any]) -> None:
         """Refuses an environment whose reset gives what SAME_STEP gives at an episode's end.

@@ -86,6 +86,8 @@ class WorkerPool(ResumableQueue):
         noise_key: (seed, purpose, count) of the action noise.
         cursor: The environment whose turn it is to give a row more than others.
         num_handed_out: Rows that were handed out, where all step together.
+        held: Of the environments that `take` gave, those whose episode ended and which their next
+            step only resets, whatever their action is, int64 [n].
         began: Of the environments that `take` gave, those whose step was no transition but began an
             episode, int64 [n]; None where there are none.
         silent_info_keys: Info keys that no step has given yet.
@@ -105,6 +107,7 @@ class WorkerPool(ResumableQueue):
         self.reset_seeds: list[int] | None = None
         self.noise: Any = None
         self.noise_key = (self.seed, "noise", 0)
+        self.held: Array = np.empty(0, np.int64)
         self.began: Array | None = None
         self.num_handed_out = 0
         self.silent_info_keys = set(workers[0].maker.info_keys)

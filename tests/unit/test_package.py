@@ -26,11 +26,11 @@ ABOVE_THE_LINE = [
 ]
 ORDER = [
     "errors", "config", "maker", "wrappers", "workers", "vector", "spaces", "video", "environment",
-    "tape", "trajectory", "masks", "sampling", "states", "recurrent", "options", "plan", "together",
-    "random_actions", "acting", "cursors", "episode_actions", "windows", "replay", "rollout",
-    "collector", "episodes", "samples", "scans", "return_arguments", "returns", "moments",
-    "running_returns", "normalize", "clips", "hooks", "logged", "task", "resuming", "training",
-    "trainer", "testing",
+    "tape", "trajectory", "masks", "sampling", "states", "joining", "recurrent", "options", "plan",
+    "together", "random_actions", "acting", "cursors", "episode_actions", "windows", "replay",
+    "rollout", "collector", "episodes", "samples", "scans", "return_arguments", "returns",
+    "moments", "running_returns", "normalize", "clips", "hooks", "logged", "task", "resuming",
+    "training", "trainer", "testing",
 ]  # fmt: skip
 """Imports go from later names to earlier ones only, but for type annotations."""
 
