@@ -68,20 +68,19 @@ class GivenActions:
             return False
         if len(values) != len(self._shapes):
             return False
-        for value, shape in zip(values, self._shapes, strict=True):
-            dtype = value.dtype
-            if value.shape != shape or dtype.kind not in "biuf" or dtype.itemsize > WIDEST:
+        # What is written before one is refused does no harm: nobody reads it.
+        for number, value in enumerate(values):
+            dtype, one = value.dtype, given[number]
+            if value.shape != self._shapes[number]:
                 return False
-        flags = [
-            0 if value is one else _flag(one, value)
-            for one, value in zip(given, values, strict=True)
-        ]
-        if None in flags:
-            return False
-        for number, (value, flag) in enumerate(zip(values, flags, strict=True)):
-            code = ord(value.dtype.char)
-            self._array(number, code)[...] = value
-            self._codes[number * LINE] = code | (flag or 0)
+            if dtype.kind not in "biuf" or dtype.itemsize > WIDEST:
+                return False
+            flag = 0 if value is one else _flag(one, value)
+            if flag is None:
+                return False
+            code = ord(dtype.char) | flag
+            self._array(number, code & ~PLAIN)[...] = value
+            self._codes[number * LINE] = code
         return True
 
     def reader(self) -> Reader:
