@@ -16,10 +16,9 @@ import numpy as np
 from gymtask.acting import Actor, Answer
 from gymtask.cursors import Cursors
 from gymtask.episode_actions import EpisodeActions
-from gymtask.errors import HookError
-from gymtask.joining import joined_pieces
+from gymtask.joining import copy_above, has_columns, joined_pieces
 from gymtask.replay import EpisodeRecord
-from gymtask.states import Column, States, check_columns, fits
+from gymtask.states import Column, States, check_columns, check_extras, fits, new_extras
 from gymtask.tape import FLAGS, REWARD, Key, Piece, Tape, move_rows, pairs, write_stacks
 from gymtask.workers.layout import Array
 from gymtask.workers.pool import WorkerPool
@@ -54,6 +53,7 @@ class Rollout:
         self._pool, self._num_envs = pool, n
         self._info_keys = pool.workers[0].maker.info_keys
         self._frame_stack = pool.workers[0].maker.frame_stack
+        self._num_before = (self._frame_stack or 1) - 1  # earlier frames that an open piece needs
         # One array, so that all are counted on, and handed to the policy, at once.
         self._counters: Array = np.zeros((5, n), np.int64)
         self.cursor, self.step, run_step, self._trajectory_id, env_id = self._counters
@@ -127,30 +127,34 @@ class Rollout:
             Column(REWARD, (), np.dtype(np.float64)),
             Column(FLAGS, (2,), np.dtype(bool)),
         ]
-        if self.done_pieces:
-            self._rejoin()
-        self._rewind(FIRST_CAPACITY if num_rows is None else num_rows, fresh=False)
+        earlier = self._rejoin() if self.done_pieces else {}
+        room = FIRST_CAPACITY if num_rows is None else num_rows
+        self._rewind(room, fresh=bool(self.done_pieces or earlier), earlier=earlier)
 
-    def _rewind(self, room: int, *, fresh: bool) -> None:
+    def _rewind(self, room: int, *, fresh: bool, earlier: dict[int, Piece] | None = None) -> None:
         """Moves the open pieces to the top of a tape, so that all end at the same row.
 
         Earlier frames that belong to stacks go with them.
 
         Args:
             room: Rows that are to fit below them.
-            fresh: Whether pieces were handed out that lie on the present tape, which must then be
-                left as it is.
+            fresh: Whether there are other pieces on the present tape, which must then be left as
+                it is.
+            earlier: By environment a piece on another tape whose rows become the first of the open
+                one.
         """
-        old, length, cursors = self._tape, self.length, self.cursor.tolist()
-        num_before = (self._frame_stack or 1) - 1
-        lengths = (length + np.minimum(self.step - length, num_before)).tolist()
-        longest = max(num_before, *lengths)
+        old, here, length, cursors = self._tape, self.length, self.length, self.cursor.tolist()
+        earlier = earlier or {}
+        for index, piece in earlier.items():
+            length[index] += piece.length
+        lengths = self._with_frames(here)
+        longest = max(self._num_before, *self._with_frames(length))
         row_columns = [*self._row_columns, *self._extras.values()]
         kept = {key for tables in (old.states, old.rows) for key in tables}
         columns = {column.key: column for column in [*self._state_columns, *row_columns]}
         capacity = self._capacity(list(columns.values()), longest, room)
         new = Tape(self._num_envs, capacity)
-        if not (fresh or self.done_pieces) and old.capacity >= capacity and kept == set(columns):
+        if not fresh and old.capacity >= capacity and kept == set(columns):
             new = old
         for tables, old_tables, group, more in (
             # Where they stand, and of a step that is under way the action and the next carry.
@@ -165,6 +169,8 @@ class Rollout:
                     move_rows(table, tables[column.key], cursors, lengths, longest, more)
                 elif group is self._state_columns:
                     self._begin_column(tables[column.key][longest], column)
+        for index, piece in earlier.items():
+            copy_above(piece, new, index, longest - int(here[index]), self._num_before)
         self._tape = new
         self._reward_table, self._flags_table = new.rows[REWARD], pairs(new.rows[FLAGS])
         self._action_tables = [new.rows[key] for key in self._action_keys]
@@ -175,6 +181,10 @@ class Rollout:
             self._shown_tables = {key: new.states[key] for key in carries}
         self._at.set_all(longest, self._pool.run_step)
         self.start[:] = longest - length
+
+    def _with_frames(self, lengths: Array) -> list[int]:
+        rows: list[int] = (lengths + np.minimum(self.step - lengths, self._num_before)).tolist()
+        return rows
 
     def _begin_column(self, row: Array, column: Column) -> None:
         """Where the environments stand, for a state that was not kept until now."""
@@ -235,7 +245,11 @@ class Rollout:
         Their rows are complete once their steps arrive.
         """
         if answer.extras or self._extras:
-            self._check_extras(answer.extras)
+            if answer.extras.keys() != self._extras.keys():
+                any_open = bool(self.length.any())
+                self._extras = new_extras(answer.extras, self._extras, any_open=any_open)
+                self._rewind(self._tape.capacity, fresh=True)
+            check_extras(answer.extras, self._extras)
         place = self._at.place(env_ids)
         for table, values in zip(self._action_tables, answer.actions, strict=True):
             table[place] = values
@@ -243,25 +257,6 @@ class Rollout:
             self._tape.rows[key][place] = values
         for key, values in answer.carries.items():
             self._tape.states[key][place[0] + 1, place[1]] = values  # the next row's carry
-
-    def _check_extras(self, extras: dict[Key, Array]) -> None:
-        if extras.keys() != self._extras.keys():
-            if self.length.any():
-                raise HookError(
-                    "`get_actions` must return the same keys for every row of a trajectory, got"
-                    f" {sorted(extras)} after {sorted(self._extras)}"
-                )
-            self._extras = {
-                key: Column(key, rows.shape[1:], rows.dtype) for key, rows in extras.items()
-            }
-            self._rewind(self._tape.capacity, fresh=True)
-        for key, rows in extras.items():
-            column = self._extras[key]
-            if column.shape != rows.shape[1:] or column.dtype != rows.dtype:
-                raise HookError(
-                    f"`{'/'.join(key)}` from `get_actions` must keep its shape {column.shape} and"
-                    f" dtype {column.dtype}, got {rows.shape[1:]} and {rows.dtype}"
-                )
 
     def add_steps(self, env_ids: Array) -> None:
         """Completes the rows of `env_ids`, whose steps lie in the slots.
@@ -376,18 +371,30 @@ class Rollout:
         self.start[index] = start + length
         return piece
 
-    def _rejoin(self) -> None:
+    def _rejoin(self) -> dict[int, Piece]:
         """Makes one piece again of those that an earlier call cut and did not hand out.
 
         The last of an environment is its open piece, if it was cut where the open rows begin.
+
+        Returns:
+            Such a piece by environment, where it lies on another tape than the open rows.
         """
-        joined = joined_pieces(self.done_pieces)
+        joined = joined_pieces(self.done_pieces, self._num_before)
+        earlier: dict[int, Piece] = {}
+        rows = [*self._row_columns, *self._extras.values()]
+        first_step = (self.step - self.length).tolist()
         for index, own in joined.items():
             last = own[-1]
-            ends_at = last.first_row + last.length
-            is_here = last.tape is self._tape and ends_at == self.start[index]
-            if is_here and last.final is None and last.trajectory_id == self._trajectory_id[index]:
+            ends = (last.trajectory_id, last.first_step + last.length)
+            if last.final is not None or ends != (self._trajectory_id[index], first_step[index]):
+                continue
+            if last.tape is self._tape:
                 self.start[index] = last.first_row
-                self._infos[index] = [*last.infos, *self._infos[index]]
-                own.pop()
+            elif has_columns(last, self._state_columns, rows):
+                earlier[index] = last
+            else:
+                continue
+            self._infos[index] = [*last.infos, *self._infos[index]]
+            own.pop()
         self.done_pieces = deque(piece for own in joined.values() for piece in own)
+        return earlier

@@ -5,7 +5,7 @@ A view of the first n rows is kept for each n, so a step builds none.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import is_
 from typing import Any
@@ -58,6 +58,37 @@ def check_columns(before: Sequence[Column], now: Sequence[Column], *, any_open: 
                 f"the carry {'/'.join(key)!r} must keep its shape {kept.shape} and dtype"
                 f" {kept.dtype}, got {column.shape} and {column.dtype}; call pool.reset() to"
                 " begin anew"
+            )
+
+
+def new_extras(
+    extras: Mapping[Key, Array], before: Mapping[Key, Column], *, any_open: bool
+) -> dict[Key, Column]:
+    """Columns for what the policy returned under other keys than before.
+
+    Raises:
+        HookError: Rows are open, which hold the keys of before.
+    """
+    if any_open:
+        raise HookError(
+            "`get_actions` must return the same keys for every row of a trajectory, got"
+            f" {sorted(extras)} after {sorted(before)}"
+        )
+    return {key: Column(key, rows.shape[1:], rows.dtype) for key, rows in extras.items()}
+
+
+def check_extras(extras: Mapping[Key, Array], columns: Mapping[Key, Column]) -> None:
+    """Checks that what the policy returned beside its actions is of the kinds that are kept.
+
+    Raises:
+        HookError: Something is not.
+    """
+    for key, rows in extras.items():
+        column = columns[key]
+        if column.shape != rows.shape[1:] or column.dtype != rows.dtype:
+            raise HookError(
+                f"`{'/'.join(key)}` from `get_actions` must keep its shape {column.shape} and"
+                f" dtype {column.dtype}, got {rows.shape[1:]} and {rows.dtype}"
             )
 
 

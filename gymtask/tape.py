@@ -66,10 +66,10 @@ def move_rows(
     if min(cursors) == max(cursors):
         # All stand together: one block, in which a shorter piece has rows above it that nobody
         # reads.
-        first = cursors[0] - longest
+        first, target = cursors[0] - max(lengths), longest - max(lengths)
         block = old[first : cursors[0] + more]
-        if new is not old or first:
-            new[: len(block)] = block  # numpy copes with the overlap
+        if new is not old or first != target:
+            new[target : target + len(block)] = block  # numpy copes with the overlap
         return
     for index, (cursor, length) in enumerate(zip(cursors, lengths, strict=True)):
         # A copy first: old and new may be one table, and the rows overlap.
@@ -167,24 +167,6 @@ class Piece:
         tape.rows = {key: array[:, None] for key, array in [*named.items(), (FLAGS, flags)]}
         place = (env_id, trajectory_id, first_step, first_run_step)
         return cls(tape, 0, 0, length, *place, None, list(infos))
-
-    def goes_on_in(self, other: Piece) -> bool:
-        """Whether the rows of another piece follow this one's, on the same tape and episode."""
-        return (
-            self.final is None
-            and (self.tape, self.column) == (other.tape, other.column)
-            and self.trajectory_id == other.trajectory_id
-            and self.first_row + self.length == other.first_row
-        )
-
-    def joined_with(self, other: Piece) -> Piece:
-        """This piece and the one that it goes on in as one."""
-        return replace(
-            self,
-            length=self.length + other.length,
-            final=other.final,
-            infos=[*self.infos, *other.infos],
-        )
 
     def split(self, length: int) -> tuple[Piece, Piece]:
         """The first `length` rows and the rest; the state between them belongs to both."""
