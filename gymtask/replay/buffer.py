@@ -189,13 +189,15 @@ class ReplayBuffer:
         keys: Sequence[Key] | None = None,
     ) -> TensorDict:
         """The windows that start on these rows."""
-        links, offsets = self._ring.links, range(0, window_span(clip_size, stride), stride)
+        links = self._ring.links
         reader = self._ring.reader(self._reading, None if keys is None else _paths(keys))
         consecutive = not pad and (stride == 1 or clip_size == 1)
         lie_whole = consecutive and reader.lie_whole(rows, clip_size)
         if lie_whole and self._tree is None:
             return reader.read_whole(rows, clip_size)
-        windows = links.follow(rows, offsets, clamp=pad) if clip_size > 1 else rows[:, None]
+        windows, offsets = rows[:, None], range(0, clip_size * stride, stride)
+        if clip_size > 1:
+            windows = links.follow(rows, offsets, clamp=pad)
         more = None if self._tree is None else self._weights(windows)
         if lie_whole:
             return reader.read_whole(rows, clip_size, more)

@@ -23,6 +23,7 @@ import numpy as np
 from gymtask.workers.layout import Array
 
 NOBODY = -1
+_NONE: Array = np.empty(0, np.int64)
 Going = tuple[int, int]  # where a piece goes on: trajectory_id, and step of its first row
 
 
@@ -216,7 +217,7 @@ class Links:
         """
         ended: Array = self.is_last.take(rows)
         if not np.count_nonzero(ended):  # a fraction of the time of any()
-            return ended, np.empty(0, np.int64)
+            return ended, _NONE
         return ended, self.successor[rows[ended]] - self.capacity
 
     def begins_episode(self, rows: Array) -> Array:
