@@ -168,7 +168,7 @@ class Ring:
                 slots.append(int(self.links.successor[row]) - self.capacity)
         if not firsts:
             return True
-        begun, led_to = incoming.values[field.path][firsts], self.side.array[field.name][slots]
+        begun, led_to = incoming.values[field.path][firsts], self.side.columns[field.name][slots]
         return bool(begun.tobytes() == led_to.tobytes())
 
     def _store_twice(self, fields: Sequence[Field]) -> None:

@@ -43,9 +43,11 @@ class Starts:
         history: Rows that must be there before a row, unless its episode begins later.
     """
 
+    _listed: tuple[Wanted | None, int, Array]
+
     def __init__(self, links: Links, tree: PriorityTree | None, history: int) -> None:
         self._links, self._tree, self._history = links, tree, history
-        self._listed: tuple[Wanted | None, int, Array] = None, 0, np.empty(0, np.int64)
+        self.forget()
 
     def draw(self, count: int, wanted: Wanted, random: np.random.Generator) -> Array:
         """Rows on which windows start, each drawn anew, int64 [count].

@@ -12,6 +12,7 @@ than it, and comes to it again.
 from __future__ import annotations
 
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,6 @@ from gymtask.workers.pool import WorkerPool
 
 FORMAT = 1
 FOLDER = "episodes"
-
-_RECORD = ("trajectory_id", "env_id", "episode_return", "length", "terminated", "truncated")
 
 
 class Recorder:
@@ -79,9 +78,8 @@ class Recorder:
             return
         starts = self._pool.take_starts()
         for record, actions in rollout.played:
-            episode = {name: getattr(record, name) for name in _RECORD}
             more = {"start": starts[record.env_id].pop(0), "actions": actions}
-            self._episodes.append(episode | to_plain(more, "episode"))
+            self._episodes.append(asdict(record) | to_plain(more, "episode"))
         rollout.played.clear()
 
 

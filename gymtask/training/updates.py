@@ -203,12 +203,12 @@ class Updater:
         return values
 
     def _clip(self, name: str) -> Tensor:
+        gradients = [p.grad for p in _parameters(self.optimizers[name]) if p.grad is not None]
         if self._clip_grad_norm is None:
-            gradients = [p.grad for p in _parameters(self.optimizers[name]) if p.grad is not None]
             # Of a sparse one, of an embedding, no norm can be taken.
             dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
             return torch.nn.utils.get_total_norm(dense)
-        if any(p.grad is not None and p.grad.is_sparse for p in _parameters(self.optimizers[name])):
+        if any(gradient.is_sparse for gradient in gradients):
             raise HookError(
                 f"`clip_grad_norm` must be None where gradients are sparse, got"
                 f" {self._clip_grad_norm}"

@@ -31,8 +31,12 @@ def run(
     off_policy: bool = False,
 ) -> list[dict[str, Any]]:
     """What each of the two processes wrote down."""
-    arguments = [str(out), name, str(run_dir or "-"), str(resume or "-"), str(epochs)]
-    command = [sys.executable, str(SCRIPT), *arguments, str(int(off_policy))]
+    more = [str(run_dir or "-"), str(resume or "-"), str(epochs), str(int(off_policy))]
+    return run_script(SCRIPT, out, name, *more)
+
+
+def run_script(script: Path, out: Path, name: str, *more: str) -> list[dict[str, Any]]:
+    command = [sys.executable, str(script), str(out), name, *more]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command, env=environment, cwd=out, capture_output=True, text=True, timeout=120
@@ -144,18 +148,7 @@ def test_several_processes_need_a_strategy() -> None:
 
 
 def odd(out: Path, scenario: str) -> list[dict[str, Any]]:
-    script = SCRIPT.with_name("ddp_odd_script.py")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, str(script), str(out), scenario],
-        env=environment,
-        cwd=out,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [torch.load(out / f"{scenario}-{rank}.pt") for rank in range(2)]
+    return run_script(SCRIPT.with_name("ddp_odd_script.py"), out, scenario)
 
 
 def test_processes_that_are_unlike_stay_one_model(tmp_path: Path) -> None:
