@@ -11,6 +11,9 @@ from gymnasium.spaces import Box
 from stores import ALPHA, BATCH, BETA, KEYS, NUM_ENVS, Array, Store, Values, by_key, tensordict
 
 
+NEXT = "next_observation"
+
+
 class TorchRL(Store):
     """TorchRL's ReplayBuffer; the ends of windows are not marked as truncated."""
 
@@ -91,24 +94,40 @@ class Tianshou(Store):
 
 
 class Cpprb(Store):
-    """cpprb's buffers; windows are drawn by hand and gathered by a private method."""
+    """cpprb's buffers; windows are drawn by hand and gathered by a private method.
+
+    With "next_of" it stores one observation a row, and is told where trajectories end.
+    """
 
     needs = ("cpprb",)
 
     def build(self) -> None:
         library = import_module(self.needs[0])
-        found = self.work.rows.some(slice(0, 1), self.work.keys).items()
+        found = self.piece(self.work.rows.some(slice(0, 1), self.work.keys)).items()
         kinds = {key: {"shape": each.shape[1:] or 1, "dtype": each.dtype} for key, each in found}
         self.options = {"beta": BETA} if self.work.prioritized else {}
         if self.work.prioritized:
             made = library.PrioritizedReplayBuffer(self.capacity, kinds, alpha=ALPHA, eps=1e-6)
+        elif self.how == "next_of":
+            del kinds[NEXT]
+            made = library.ReplayBuffer(self.capacity, kinds, next_of="observation")
         else:
             made = library.ReplayBuffer(self.capacity, kinds)
         self.buffer: Any = made
         self.fill()
 
+    def piece(self, values: Values) -> Any:
+        if self.how == "next_of":  # which knows next values by this name
+            return {NEXT if key == "next/observation" else key: values[key] for key in values}
+        return values
+
     def extend(self, piece: Any) -> None:
         self.buffer.add(**piece)
+        if self.how == "next_of":
+            self.buffer.on_episode_end()
+
+    def read(self, batch: Any) -> dict[str, Any]:
+        return {"next/observation" if key == NEXT else key: batch[key] for key in batch}
 
     def draw(self) -> Any:
         if self.work.width > 1:

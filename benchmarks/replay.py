@@ -269,6 +269,7 @@ TABLES = {
             Entry("TorchRL", TorchRL, MEMORY),
             Entry("TorchRL on disk", TorchRL, DISK),
             Entry("cpprb", Cpprb),
+            Entry("cpprb, one observation a row", Cpprb, "next_of"),
         ),
     ),
     "interleaved": Table(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from ctypes import CDLL, c_size_t, c_void_p
 from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict, TensorDictBase, is_leaf_nontensor
+from torch import Tensor
 
 from gymtask.errors import ConfigurationError
 from gymtask.replay.links import Going, Piece
@@ -16,6 +18,9 @@ from gymtask.replay.reading import REWARD
 from gymtask.replay.records import Field, Path, RecordLayout, bits_of
 from gymtask.workers.layout import Array
 
+# Numpy would write down for each number whether it is equal, which takes twice the time.
+_compare_memory = CDLL(None).memcmp
+_compare_memory.argtypes = c_void_p, c_void_p, c_size_t
 Trajectories = TensorDictBase | Sequence[TensorDictBase | ReplaySamples] | MultiReplaySamples
 
 # Estimates change with the model that makes them: what follows a cut is estimated anew. And the
@@ -23,7 +28,7 @@ Trajectories = TensorDictBase | Sequence[TensorDictBase | ReplaySamples] | Multi
 _NOT_LINKED = ("state_value", "reward")
 # Integers of so many bytes.
 _INTEGERS = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
-_PLACES = ("trajectory_id", "step", "is_init")  # say where in an episode a row is
+_PLACES = (("trajectory_id",), ("step",), ("is_init",))  # say where in an episode a row is
 _ENDS = (("next", "terminated"), ("next", "truncated"), ("next", "done"))
 
 
@@ -34,43 +39,64 @@ class Incoming:
     where `trajectory_id` or `step` do not go on.
 
     Attributes:
+        num_rows: sum T.
         values: What the rows hold, [sum T, *shape] by path, as it is stored.
         pieces: The pieces, in order.
     """
 
     def __init__(self, trajectories: Trajectories) -> None:
         rows, lengths = _rows_of(trajectories)
+        self.num_rows = sum(lengths)
         self.values: dict[Path, Array] = {}
+        self._tensors: dict[Path, Tensor] = {}  # of the same memory
         self._kinds: dict[Path, tuple[torch.dtype, tuple[int, ...]]] = {}
-        for key, leaf in leaves_of(rows).items():
-            path = (key,) if isinstance(key, str) else key
-            self.values[path] = array = bits_of(path, leaf)
-            self._kinds[path] = leaf.dtype, array.shape[1:]
+        self._take(rows)
         self.pieces: list[Piece] = []
+        self.goes_on = False
         if lengths:
-            ids, steps, is_init = (self._numbers(name, len(rows)) for name in _PLACES)
-            done = self._done(len(rows))
+            ids, steps, is_init = map(self._numbers, _PLACES)
+            done = self._done()
             self._ends = _ends(lengths, done, ids, steps, is_init)
             self.pieces = _pieces(self._ends.nonzero()[0], done, ids, steps, is_init)
-        self._joints = _joints(self.pieces)
+            self.goes_on = ids is not None and steps is not None
+        self._joints = _joints(self.pieces) if self.goes_on else ([], [])
 
-    def _numbers(self, name: str, count: int) -> Array | None:
+    def _take(self, rows: TensorDictBase) -> None:
+        values, tensors, kinds = self.values, self._tensors, self._kinds
+        levels: list[tuple[Path, Any]] = [((), rows)]
+        for above, level in levels:  # it grows meanwhile
+            for key, value in level.items():
+                path = (*above, key) if isinstance(key, str) else (*above, *key)
+                if type(value) is TensorDict:
+                    levels.append((path, value))
+                elif isinstance(value, Tensor) or is_leaf_nontensor(type(value)):
+                    tensors[path], array = bits_of(path, value)  # refuses what is no tensor
+                    values[path], kinds[path] = array, (value.dtype, array.shape[1:])
+                else:
+                    levels.append((path, leaves_of(value)))
+
+    def _numbers(self, path: Path) -> Array | None:
         """The numbers of rows under a key, [T]; None where it is not there."""
-        found = self.values.get((name,))
-        if found is not None and found.size != count:
+        found = self.values.get(path)
+        if found is None:
+            return None
+        if found.size != self.num_rows:
             raise ConfigurationError(
-                f"`{name}` of trajectories must be one number for each row, [T] or [T, 1], got"
-                f" {_describe(self._kinds[name,])}"
+                f"`{path[0]}` of trajectories must be one number for each row, [T] or [T, 1], got"
+                f" {_describe(self._kinds[path])}"
             )
-        return None if found is None else found.reshape(count)
+        return found.reshape(self.num_rows)
 
-    def _done(self, count: int) -> Array:
-        found: Array = np.zeros(count, bool)
+    def _done(self) -> Array:
+        """Whether each row ends its episode, [T]; to be read only."""
+        done: Array | None = None
         for path in _ENDS:
             flags = self.values.get(path)
             if flags is not None:
-                found |= flags if flags.ndim == 1 else flags.reshape(count, -1).any(axis=1)
-        return found
+                if flags.ndim > 1:
+                    flags = np.logical_or.reduce(flags.reshape(self.num_rows, -1), axis=1)
+                done = flags if done is None else np.bitwise_or(done, flags)
+        return np.zeros(self.num_rows, bool) if done is None else done
 
     # ---- next values -----------------------------------------------------------------------------
 
@@ -89,13 +115,16 @@ class Incoming:
 
     def is_linked(self, path: Path) -> bool:
         """Whether the value under "next" is that of the following row wherever one follows."""
-        following, own = self.values["next", *path], self.values[path]
+        next_path: Path = "next", *path
+        following, own = self.values[next_path], self.values[path]
         firsts, lasts = self._joints
-        # Bytes, as NaN is not equal to itself, and 0.0 is to -0.0. A bytearray can be compared with
-        # memory that lies in one piece.
-        is_whole = following.flags.c_contiguous
-        if is_whole and not firsts and bytearray(own[1:]) == following[:-1]:
-            return True
+        # Bytes, as NaN is not equal to itself, and 0.0 is to -0.0.
+        if not firsts and own.flags.c_contiguous and following.flags.c_contiguous:
+            size = own.nbytes // self.num_rows
+            second = self._tensors[path].data_ptr() + size
+            first = self._tensors[next_path].data_ptr()
+            if not _compare_memory(second, first, own.nbytes - size):
+                return True
         # Likewise; behind ends it may differ.
         whole = _INTEGERS.get(own.dtype.itemsize, own.dtype)
         differs = following[:-1].view(whole) != own[1:].view(whole)
@@ -190,6 +219,8 @@ def _pieces(
 ) -> list[Piece]:
     """The pieces that end with these rows."""
     lasts = last.tolist()
+    if len(lasts) == 1 and ids is None and steps is None and is_init is None:
+        return [Piece(0, lasts[0])]
     firsts = [0, *[row + 1 for row in lasts[:-1]]]
     if is_init is not None:
         begins = is_init[firsts].tolist()

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from gymtask.replay.links import NOBODY, Links
+from gymtask.replay.links import Links
 from gymtask.replay.records import Path, RecordLayout, is_below, nested
 from gymtask.workers.layout import Array
 
@@ -175,8 +175,9 @@ class Reader:
 
     def _stack_observations(self, rows: Array, last: Array, values: dict[Path, Array]) -> None:
         """Puts stacks of frames in the place of single ones."""
-        history = self._history(rows)
-        before_next = history if last is rows else self._history(last)
+        count = self._reading.history
+        history = self._links.lead_up(rows, count)
+        before_next = history if last is rows else self._links.lead_up(last, count)
         for field in self._layout.fields.values():
             if field.path[0] != "observation":
                 continue
@@ -193,26 +194,12 @@ class Reader:
     def states_after(self, rows: Array) -> Array:
         """Records of the shape of `rows` whose linked fields are the states that they lead to."""
         links = self._links
-        following = rows + 1 if links.is_even else links.successor.take(rows)
-        # The last row of the ring leads to its first; what is found for a row that leads to none is
-        # overwritten.
-        found = self._records.take(following, mode="wrap")
+        found = self._records.take(links.following(rows), mode="wrap")
         ended, slots = links.side_slots(rows)
         if len(slots):
             for field in self._layout.linked:
                 found[field.name][ended] = self._side[field.name][slots]
         return found
-
-    def _history(self, rows: Array) -> Array:
-        """The rows of the frames of a stack, oldest first, int64 [B, W, frame_stack].
-
-        At an episode's beginning its first row stands for those that are not there.
-        """
-        frames = [rows]
-        for _ in range(self._reading.history):
-            before = self._links.predecessor[frames[0]]
-            frames.insert(0, np.where(before == NOBODY, frames[0], before))
-        return np.stack(frames, axis=-1)
 
     # ---- n-step rewards --------------------------------------------------------------------------
 
@@ -227,11 +214,11 @@ class Reader:
         rewards = self._records[reward.name]
         total = reward.numbers(rewards[rows])
         discount = np.full(rows.shape, gamma)
+        links = self._links
         last, goes_on = rows, np.ones(rows.shape, bool)
         for _ in range(n_step - 1):
-            following = self._links.successor[last]
-            goes_on = goes_on & (following < self._links.capacity)  # else an end, or a cut
-            last = np.where(goes_on, following, last)
+            goes_on = goes_on & ~links.is_last.take(last)  # else an end, or a cut
+            last = np.where(goes_on, links.following(last) % links.capacity, last)
             total += np.where(goes_on, discount * reward.numbers(rewards[last]), 0.0)
             discount = np.where(goes_on, discount * gamma, discount)
         records = self._records.take(last)

@@ -60,6 +60,11 @@ class Field:
         """See the attribute."""
         return "/".join(self.path)
 
+    @cached_property
+    def next_path(self) -> Path:
+        """The key of the next value."""
+        return "next", *self.path
+
     @property
     def numpy_dtype(self) -> np.dtype[Any]:
         """The dtype of the stored bits."""
@@ -83,8 +88,10 @@ class Field:
         return int(np.prod(self.shape)) * self.numpy_dtype.itemsize
 
 
-def bits_of(path: Path, value: Any) -> Array:
+def bits_of(path: Path, value: Any) -> tuple[Tensor, Array]:
     """The values of a tensor as they are stored, without a copy where that can be.
+
+    They are given as a tensor and as an array, which share their memory.
 
     Raises:
         ConfigurationError: It is no tensor, or of a dtype that cannot be stored.
@@ -96,10 +103,10 @@ def bits_of(path: Path, value: Any) -> Array:
             " (MultiReplaySamples)"
         )
     try:
-        array: Array = value.numpy()
+        return value, value.numpy()
     except (RuntimeError, TypeError):
-        array = _converted(path, value.detach().cpu()).numpy()
-    return array
+        converted = _converted(path, value.detach().cpu())
+        return converted, converted.numpy()
 
 
 def _converted(path: Path, value: Tensor) -> Tensor:

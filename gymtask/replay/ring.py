@@ -95,56 +95,61 @@ class Ring:
 
     # ---- adding ----------------------------------------------------------------------------------
 
-    def extend(self, incoming: Incoming) -> Iterator[slice | Array]:
-        """Adds rows and yields where they lie, some pieces at a time.
+    def extend(self, incoming: Incoming) -> Sequence[slice | Array]:
+        """Adds rows, and gives where they lie.
 
         Raises:
             ConfigurationError: They do not fit here; nothing was added.
             ReplayError: The disk is full; nothing was added.
         """
-        longest = max(piece.last + 1 - piece.first for piece in incoming.pieces)
-        if longest > self.capacity:
-            raise ConfigurationError(
-                f"`capacity` must be at least the length of a trajectory, {longest},"
-                f" got {self.capacity}"
-            )
+        if incoming.num_rows > self.capacity:
+            longest = max(piece.last + 1 - piece.first for piece in incoming.pieces)
+            if longest > self.capacity:
+                raise ConfigurationError(
+                    f"`capacity` must be at least the length of a trajectory, {longest},"
+                    f" got {self.capacity}"
+                )
         if self.layout is None:
             self.begin(incoming.layout())
         else:
             incoming.check(self.layout)
         self._reserve(len(incoming.pieces))
         self._store_twice(self._changed(incoming))
-        return self._add_groups(incoming)
+        if incoming.num_rows <= self.capacity:
+            return [self._add(incoming.values, incoming.pieces)]
+        return [self._add(incoming.values, group) for group in self._groups(incoming.pieces)]
 
     def _reserve(self, num_pieces: int) -> None:
         """Makes room for the states behind more pieces."""
-        needed = min(self.links.num_side_slots + num_pieces, 2 * self.capacity)
+        needed = min(self.links.num_chains + num_pieces, self.capacity)
         if needed > len(self.side):
             self.side.grow(max(needed, 2 * len(self.side)))
 
-    def _add_groups(self, incoming: Incoming) -> Iterator[slice | Array]:
-        """Adds as many pieces at once as have room beside each other."""
+    def _groups(self, pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
+        """As many pieces at once as have room beside each other."""
         group: list[Piece] = []
-        for piece in incoming.pieces:
+        for piece in pieces:
             if group and piece.last + 1 - group[0].first > self.capacity:
-                yield self._add(incoming.values, group)
+                yield group
                 group = []
             group.append(piece)
-        yield self._add(incoming.values, group)
+        yield group
 
     def _add(self, values: Mapping[Path, Array], pieces: Sequence[Piece]) -> slice | Array:
         assert self.layout is not None
-        span, last = slice(pieces[0].first, pieces[-1].last + 1), [each.last for each in pieces]
-        self.links.evict(span.stop - span.start)
-        rows, slots = self.links.add(pieces)
+        first, last = pieces[0].first, [piece.last for piece in pieces]
+        count = last[-1] + 1 - first
+        self.links.evict(count)
+        rows, chains = self.links.add(pieces)
         self.records.prepare(rows)
         columns = self.records.columns
         for path, field in self.layout.fields.items():
-            columns[field.name][rows] = values[path][span]
+            new = values[path]
+            columns[field.name][rows] = new if len(new) == count else new[first : first + count]
         # A single place is found faster as a number than as a list of one.
-        to, states = (slots, last) if len(pieces) > 1 else (slots[0], last[0])
+        to, states = (chains, last) if len(pieces) > 1 else (chains[0], last[0])
         for field in self.layout.linked:
-            self.side.columns[field.name][to] = values["next", *field.path][states]
+            self.side.columns[field.name][to] = values[field.next_path][states]
         return rows
 
     # ---- next values that are not those of the following rows ------------------------------------
@@ -160,15 +165,17 @@ class Ring:
 
     def _goes_on(self, incoming: Incoming, field: Field) -> bool:
         """Whether pieces begin with the states that the rows here lead to with which they go on."""
+        if not incoming.goes_on:
+            return True
         firsts: list[int] = []
-        slots: list[int] = []
+        chains: list[int] = []
         for piece in incoming.pieces:
             if piece.before and (row := self.links.find_open(piece.before)) != NOBODY:
                 firsts.append(piece.first)
-                slots.append(int(self.links.successor[row]) - self.capacity)
+                chains.append(int(self.links.chain[row]))
         if not firsts:
             return True
-        begun, led_to = incoming.values[field.path][firsts], self.side.columns[field.name][slots]
+        begun, led_to = incoming.values[field.path][firsts], self.side.columns[field.name][chains]
         return bool(begun.tobytes() == led_to.tobytes())
 
     def _store_twice(self, fields: Sequence[Field]) -> None:

@@ -33,7 +33,7 @@ from gymtask.workers.layout import Array
 if TYPE_CHECKING:
     from gymtask.replay.buffer import ReplayBuffer
 
-FORMAT = 1
+FORMAT = 2
 CHUNK = 1 << 24  # bytes that are read at once
 TEMPORARY = ".tmp-"
 
@@ -48,13 +48,13 @@ def save(buffer: ReplayBuffer, path: Path) -> None:
             np.save(folder / "weights.npy", buffer._tree.weights[:size])
         if ring.layout is not None:
             ring.records.array[:size].tofile(folder / "records.bin")
-            ring.side.array[: ring.links.num_side_slots].tofile(folder / "side.bin")
+            ring.side.array[: ring.links.num_chains].tofile(folder / "side.bin")
         description = {
             "format": FORMAT,
             "settings": settings_of(buffer),
             "fields": None if ring.layout is None else _described(ring.layout),
             "size": size,
-            "num_side_slots": ring.links.num_side_slots,
+            "num_chains": ring.links.num_chains,
             "beta": buffer.beta,
             "largest": buffer._largest,
             "random": buffer._random.bit_generator.state,
@@ -186,13 +186,13 @@ def _fill(
         weights[:] = np.load(path / "weights.npy", allow_pickle=False)
     if description["fields"] is not None:
         layout = RecordLayout([_field(each) for each in description["fields"]])
-        num_slots = description["num_side_slots"]
+        num_chains = description["num_chains"]
         # Before what is there is given up.
         _require_size(path / "records.bin", size * layout.dtype.itemsize)
-        _require_size(path / "side.bin", num_slots * RecordLayout(layout.linked).dtype.itemsize)
-        ring.begin(layout, max(num_slots, FEWEST_SLOTS))
+        _require_size(path / "side.bin", num_chains * RecordLayout(layout.linked).dtype.itemsize)
+        ring.begin(layout, max(num_chains, FEWEST_SLOTS))
         _read(path / "records.bin", ring.records.array[:size])
-        _read(path / "side.bin", ring.side.array[:num_slots])
+        _read(path / "side.bin", ring.side.array[:num_chains])
     else:
         ring.discard()
     ring.links.load_state(state)

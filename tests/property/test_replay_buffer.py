@@ -31,8 +31,12 @@ class Machine(RuleBasedStateMachine):
         prioritized=st.booleans(),
         n_step=st.sampled_from([1, 1, 2, 3]),
         frame_stack=st.sampled_from([None, None, 1, 3]),
+        num_envs=st.sampled_from([1, 3]),
     )
-    def begin(self, capacity: int, on_disk: bool, prioritized: bool, **reading: Any) -> None:
+    def begin(
+        self, capacity: int, on_disk: bool, prioritized: bool, num_envs: int, **reading: Any
+    ) -> None:
+        self.num_envs = num_envs
         self.folder = tempfile.TemporaryDirectory()
         storage = Path(self.folder.name) / "0" if on_disk else "memory"
         self.buffer = ReplayBuffer(
@@ -56,7 +60,7 @@ class Machine(RuleBasedStateMachine):
     def extend(self, data: st.DataObject, together: bool) -> None:
         pieces = []
         for _ in range(data.draw(st.integers(1, 4))):
-            env = data.draw(st.integers(0, 2))
+            env = data.draw(st.integers(0, self.num_envs - 1))
             trajectory, first = self.open.get(env, (self.num_trajectories, 0))
             if first == 0:
                 self.num_trajectories += 1

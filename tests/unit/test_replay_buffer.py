@@ -311,7 +311,7 @@ class TestNextValues:
         buffer = ReplayBuffer(50)
         for step in range(120):
             buffer.extend([piece(env, step, zeros(1), "") for env in range(3)])
-        assert buffer._ring.links.num_side_slots == 3
+        assert buffer._ring.links.num_chains == 3
 
     def test_rewards_that_are_observed_are_summed_up_as_others(self) -> None:
         rows = piece(0, 0, [1.0, 2.0, 3.0], "terminated")
@@ -396,7 +396,7 @@ class TestFrameStacks:
             rows["observation"], rows["next", "observation"] = pixels[:-1], pixels[1:]
             buffer.extend(rows)
         ring = buffer._ring
-        size = ring.records.array.nbytes + ring.side.array[: ring.links.num_side_slots].nbytes
+        size = ring.records.array.nbytes + ring.side.array[: ring.links.num_chains].nbytes
         size += sum(value.nbytes for value in vars(ring.links).values() if hasattr(value, "nbytes"))
         assert size <= 1.05 * 84 * 84 * frames
         assert buffer.sample(2)["observation"].shape == (2, 1, 4, 84, 84)
