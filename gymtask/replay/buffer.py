@@ -191,11 +191,11 @@ class ReplayBuffer:
         """The windows that start on these rows."""
         links = self._ring.links
         reader = self._ring.reader(self._reading, None if keys is None else _paths(keys))
+        windows, offsets = rows[:, None], range(0, clip_size * stride, stride)
         consecutive = not pad and (stride == 1 or clip_size == 1)
-        lie_whole = consecutive and reader.lie_whole(rows, clip_size)
+        lie_whole = consecutive and clip_size > 1 and reader.lie_whole(rows, clip_size)
         if lie_whole and self._tree is None:
             return reader.read_whole(rows, clip_size)
-        windows, offsets = rows[:, None], range(0, clip_size * stride, stride)
         if clip_size > 1:
             windows = links.follow(rows, offsets, clamp=pad)
         more = None if self._tree is None else self._weights(windows)

@@ -68,7 +68,8 @@ class Reader:
         self._fields, self._linked = list(layout.fields.values()), layout.linked
         if keys is not None:
             self._fields = [field for field in self._fields if is_below(field.path, keys)]
-            self._linked = [f for f in self._linked if is_below(("next", *f.path), keys)]
+            self._linked = [field for field in self._linked if is_below(field.next_path, keys)]
+        self._names = [(field.path, field.name) for field in self._fields]
 
     def reads(self, records: Array, side: Array, reading: Reading) -> bool:
         """Whether it reads these tables so."""
@@ -91,7 +92,7 @@ class Reader:
             more: What else the batch is to hold, [B, W, ...].
         """
         records = self._records.take(rows)
-        values: dict[Path, Array] = {field.path: records[field.name] for field in self._fields}
+        values: dict[Path, Array] = {path: records[name] for path, name in self._names}
         last = rows
         if self._reading.n_step > 1:
             last = self._sum_rewards(rows, values)
@@ -110,6 +111,8 @@ class Reader:
     ) -> TensorDict:
         if more is not None:
             values.update(more)
+        if not self._layout.reinterpreted:
+            return nested(values, shape)
         tensors = {path: torch.from_numpy(array) for path, array in values.items()}
         for path, dtype in self._layout.reinterpreted.items():
             if path in tensors:
@@ -119,10 +122,12 @@ class Reader:
     # ---- windows that lie whole in the ring ------------------------------------------------------
 
     def lie_whole(self, starts: Array, width: int) -> bool:
-        """Whether windows of consecutive rows lie side by side, with a row behind each."""
+        """Whether windows of consecutive rows lie side by side, with a row behind each.
+
+        Those of one row take as long otherwise.
+        """
         return (
-            width > 1  # of one row it takes as long
-            and self._links.is_even
+            self._links.is_even
             and self._reading.is_plain
             and self._records.itemsize * (width + 1) < LARGEST
             and int(starts.max()) + width < self._links.capacity
@@ -149,7 +154,7 @@ class Reader:
         )
         pieces = every[starts].view(self._records.dtype).reshape(len(starts), width + 1)
         records = pieces[:, :-1]
-        values: dict[Path, Array] = {field.path: records[field.name] for field in self._fields}
+        values: dict[Path, Array] = {path: records[name] for path, name in self._names}
         if self._linked:
             ended, slots = self._links.side_slots(starts + (width - 1))
             for field in self._linked:
@@ -157,7 +162,7 @@ class Reader:
                 states = pieces[field.name][:, 1:].copy()
                 if len(slots):
                     states[ended, -1] = self._side[field.name][slots]
-                values["next", *field.path] = states
+                values[field.next_path] = states
         return self._batch(values, more, (len(starts), width))
 
     # ---- states ----------------------------------------------------------------------------------
@@ -168,10 +173,10 @@ class Reader:
         """Adds the states that the rows `last` lead to."""
         following = self.states_after(last[:, -1:] if consecutive else last)
         for field in self._linked:
-            path: Path = ("next", *field.path)
-            values[path] = following[field.name]
+            states = following[field.name]
             if consecutive and rows.shape[1] > 1:
-                values[path] = np.concatenate([records[field.name][:, 1:], values[path]], axis=1)
+                states = np.concatenate([records[field.name][:, 1:], states], axis=1)
+            values[field.next_path] = states
 
     def _stack_observations(self, rows: Array, last: Array, values: dict[Path, Array]) -> None:
         """Puts stacks of frames in the place of single ones."""
@@ -183,7 +188,7 @@ class Reader:
                 continue
             if field.path in values:
                 values[field.path] = self._records[field.name][history]
-            path: Path = ("next", *field.path)
+            path = field.next_path
             if path in values:
                 # What is seen next: the last frames but for the oldest, and the new one.
                 stacked = self._records[field.name][before_next]

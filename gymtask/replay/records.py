@@ -167,10 +167,14 @@ def is_below(path: Path, keys: Sequence[Path]) -> bool:
 _make = getattr(TensorDict, "_new_unsafe", TensorDict)
 
 
-def nested(values: Mapping[Path, Tensor], batch_size: Sequence[int]) -> TensorDict:
-    """A TensorDict of values by path, all of them on the CPU and of that batch shape."""
+def nested(values: Mapping[Path, Tensor | Array], batch_size: Sequence[int]) -> TensorDict:
+    """A TensorDict of values by path, all of them on the CPU and of that batch shape.
+
+    Tensors share the memory of arrays.
+    """
     content: dict[str, Any] = {}
-    for path, value in values.items():
+    for path, given in values.items():
+        value = torch.from_numpy(given) if type(given) is np.ndarray else given
         if len(path) == 1:
             content[path[0]] = value
         elif len(path) == 2:
