@@ -10,7 +10,6 @@ import torch
 from gymnasium.spaces import Box
 from stores import ALPHA, BATCH, BETA, KEYS, NUM_ENVS, Array, Store, Values, by_key, tensordict
 
-
 NEXT = "next_observation"
 
 
