@@ -20,6 +20,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import floor
 import gymnasium as gym
 import hand
 import ours
@@ -65,6 +66,15 @@ def libraries(work: Work) -> Iterator[tuple[str, Build, tuple[str, ...]]]:
     for library, build, needs, kinds in builders:
         for kind in kinds:
             yield f"{library} {kind}", build(kind, make_envs, work.num_steps), needs
+
+
+def floors(work: Work, workers: int) -> Iterator[tuple[str, Build, tuple[str, ...]]]:
+    """Loops that do the work of a step and nothing else."""
+    if not work.pixels:
+        yield "floor, one process", floor.one_process(work), ()
+        yield f"floor, {workers} processes", floor.processes(work, workers), ()
+    if work.task == "cartpole":
+        yield "floor, vector_entry_point", floor.native(work), ()
 
 
 def environment(work: Work) -> gymtask.Environment:
@@ -121,7 +131,7 @@ def start(
 
 def candidates(work: Work, workers: int, seconds: float) -> list[Candidate]:
     """Everything that is compared on this work."""
-    found = (*by_hand(work), *libraries(work), *gymtasks(work, workers))
+    found = (*by_hand(work), *libraries(work), *gymtasks(work, workers), *floors(work, workers))
     return [Candidate(name, partial(rate, build, seconds), needs) for name, build, needs in found]
 
 
