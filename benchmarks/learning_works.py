@@ -97,7 +97,7 @@ _PPO = (
 WORKS = (
     *_PPO,
     *(replace(work, algorithm="hand") for work in _PPO),
-    Work("dqn", "CartPole-v1", 50_000, zoo=Published(500, 0)),
+    Work("dqn", "CartPole-v1", 100_000, zoo=Published(500, 0, "50k steps")),
     Work("sac", "Pendulum-v1", 20_000, zoo=Published(-157, 89)),
     Work("sac", "HalfCheetah-v5", 1_000_000, zoo=Published(9535, 100, "v3")),
 )

@@ -19,11 +19,13 @@ a Discrete action space will do. Sources of the details:
     state that follows, without a correction for the actions in between.
 [5] Pardo et al. 2018, arXiv:1712.00378: a time limit is no end, so only `terminated` zeroes values.
 [6] RL Baselines3 Zoo, hyperparams/dqn.yml, CartPole-v1: few large rounds of updates (256 steps,
-    then 128 updates), and one target for about as many; batches of 64. Our own, as tried there: γ =
-    0.995, since with 0.99 a cart that drifts off in 300 steps is worth almost as much as one that
-    stays; n = 10, with which values of up to 200 rise quickly although targets are copied seldom; a
-    Huber loss linear from 10 on, not from 1 on, as nearly all errors of such values would count as
-    outliers; and a learning rate that falls to 0, as the last policy counts and not the best one.
+    then 128 updates), batches of 64; Stable-Baselines3, dqn.py: gradients of a norm of 10 at most.
+    Our own, as tried there: γ = 0.995, since with 0.99 a cart that drifts off in 300 steps is worth
+    almost as much as one that stays; n = 10, with which values of up to 200 rise quickly although
+    targets are copied seldom: every 500 updates, as with 100 values rose without end for some
+    seeds; a Huber loss linear from 10 on, not from 1 on, as nearly all errors of such values would
+    count as outliers; and a learning rate that falls to 0, as the last policy counts and not the
+    best one.
 """
 
 from __future__ import annotations
@@ -52,10 +54,10 @@ class DQNConfig(gymtask.ReinforcementLearningTaskConfig):
     """DQN's own settings beside those of every task."""
 
     name: str = "dqn"
-    max_samples: int | None = 50_000
+    max_samples: int | None = 100_000
     env_id: str = "CartPole-v1"  # Id of the environment.
     gamma: float = 0.995  # Discount of rewards.
-    target_interval: int = 100  # Updates from one copy to the target network to the next.
+    target_interval: int = 500  # Updates from one copy to the target network to the next.
     huber_delta: float = 10.0  # Size of an error beyond which the loss grows linearly.
     final_epsilon: float = 0.04  # Chance of a random action in the end; 1 at first.
     exploration_samples: int = 16_000  # Transitions over which it falls.
@@ -91,6 +93,7 @@ class Arguments:
             sampling=gymtask.SamplingConfig(num_epoch_samples=256, num_warmup_samples=1000),
             log_interval=10,
             checkpoint_interval=100,
+            clip_grad_norm=10.0,
         )
     )
     resume: str | None = None  # A checkpoint, a run directory, or "auto", to go on with.

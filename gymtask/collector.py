@@ -160,7 +160,9 @@ class Collection:
 
     def _send(self, env_ids: Array) -> None:
         if len(self._pool.held) and len(env_ids):  # all, since they step together
-            env_ids = np.delete(env_ids, self._pool.held)
+            acts = np.ones(len(env_ids), bool)
+            acts[self._pool.held] = False
+            env_ids = env_ids[acts]
             self._reset(self._pool.held)
         if 0 < len(env_ids) <= self._limit:
             self._act(env_ids)

@@ -19,7 +19,7 @@ in the same column. A stack is made of them and the piece's own whenever one is 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -170,14 +170,19 @@ class Piece:
 
     def split(self, length: int) -> tuple[Piece, Piece]:
         """The first `length` rows and the rest; the state between them belongs to both."""
-        head = replace(self, length=length, final=None, infos=self.infos[:length])
-        tail = replace(
-            self,
-            first_row=self.first_row + length,
-            length=self.length - length,
-            first_step=self.first_step + length,
-            first_run_step=self.first_run_step + length,
-            infos=self.infos[length:],
+        # `dataclasses.replace` takes four times as long.
+        place, episode = (self.tape, self.column), (self.env_id, self.trajectory_id)
+        steps = self.first_step, self.first_run_step
+        head = Piece(*place, self.first_row, length, *episode, *steps, None, self.infos[:length])
+        tail = Piece(
+            *place,
+            self.first_row + length,
+            self.length - length,
+            *episode,
+            self.first_step + length,
+            self.first_run_step + length,
+            self.final,
+            self.infos[length:],
         )
         return head, tail
 

@@ -58,9 +58,9 @@ class RowsTogether(Together):
 
     @override
     def complete(self, env_ids: Array, step: Array, began: Array | None) -> None:
-        np.add.at(self._given, self._group[env_ids], 1)
+        self._count(env_ids, 1)
         if began is not None:
-            np.subtract.at(self._given, self._group[began], 1)
+            self._count(began, -1)
         if self._whole_episodes:
             owing = (self._given < self._shares)[self._group]
             self._owes_episode = owing | (self._owes_episode & (step > 0))
@@ -76,6 +76,12 @@ class RowsTogether(Together):
         owing = int((self._shares - self._given).max())
         self._num_sure = owing - 1 if len(self._shares) > 1 else owing // self._num_envs - 1
         return owing > 0
+
+    def _count(self, env_ids: Array, rows: int) -> None:
+        if len(self._shares) > 1:
+            self._given[env_ids] += rows
+        else:
+            self._given[0] += rows * len(env_ids)
 
     @override
     def credit(self, env_id: int, rows: int) -> None:
