@@ -10,10 +10,15 @@ os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pygame draws without a disp
 
 import pytest
 import torch
+from hypothesis import settings
 
 from gymtask.workers.launch import server
 
 torch.set_num_threads(1)
+
+# How long an example takes depends on what else the machine does.
+settings.register_profile("gymtask", deadline=None)
+settings.load_profile("gymtask")
 
 # A shell starts background jobs with Ctrl-C ignored, and programs started from here would inherit
 # that; with a handler set, they start with the default.
