@@ -81,6 +81,7 @@ class Crew:
         self._waiter = Waiter(self.leaves_a_core)
         self._spreader = Spreader(self.leaves_a_core) if self.num_workers <= num_cores() else None
         self._getcpu = make_getcpu()
+        self._last_first: list[Handle] = self.handles  # in what order to wait for all
         self._sources: dict[int, tuple[Handle, str]] = {}
         self._answers: dict[int, Any] = {}
         self._dismissed: set[int] = set()
@@ -127,12 +128,15 @@ class Crew:
         """Lets those that are idle step what is queued for them.
 
         One that was last on the core of the caller comes last: if it sleeps, it is woken there, and
-        takes the core at once.
+        takes the core at once. It is also the last to finish, as it cannot begin while the caller
+        is busy.
         """
         idle = [handle for handle in handles if not handle.running]
         if self._spreader is not None and len(idle) > 1:
             here = self._getcpu()
             idle.sort(key=lambda handle: handle.core[0] == here)
+            if len(idle) == self.num_workers:
+                self._last_first = idle[::-1]
         for handle in idle:
             self.step(handle)
 
@@ -160,14 +164,14 @@ class Crew:
             timeout: Seconds after which there may be nothing; negative waits for ever, or with
                 `for_all` for a while.
             for_all: Whether to wait until all that are stepping have something to say. Then one is
-                waited for after the other, as nothing is gained by being woken for the first: where
-                every core has a worker, it would only take one from a worker that is not done yet.
+                waited for after the other, and first for that which is likely to be the last: where
+                every core has a worker, to wake for another would only take the core from it.
         """
         if not for_all or self._waiter.may_spin:
             return self._waiter.poll(timeout)
         deadline = time.monotonic() + (timeout if timeout >= 0.0 else LOOK_AROUND)
         events: Events = []
-        for handle in self.handles:
+        for handle in self._last_first:
             if handle.running:
                 found = handle.wait(max(0.0, deadline - time.monotonic()))
                 if not found:  # others may have something to say, if only that they have died

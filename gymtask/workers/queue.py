@@ -28,6 +28,10 @@ from gymtask.workers.layout import Array
 from gymtask.workers.linger import Linger
 
 WAIT_SLICE = 0.2  # seconds between two looks at `interrupt` while nothing is ready
+# Seconds. For an end before the kernel's next tick an alarm would have to be set, and taken back
+# when the worker is done: in a virtual machine 20 µs, more than a light environment takes.
+SHORTEST = 4e-3
+LONGEST = 16  # times `spare`: of steps that take longer, one more call is a small part
 
 
 class StepQueue(ABC):
@@ -69,13 +73,15 @@ class StepQueue(ABC):
         self._pending: Array = np.zeros(self.num_envs, bool)
         self._ready: list[int] = []
         self._linger: Linger | None = None  # where it cannot pay
+        self._began_together = False  # whether those that are pending began their steps at once
 
     def post(self, env_ids: Array) -> None:
         """Starts a step in `env_ids`, whose actions lie in the slots."""
         if self.closed:
             self._require_open()
         try:
-            if env_ids is not self.all_ids:
+            self._began_together = env_ids is self.all_ids
+            if not self._began_together:
                 self._is_pending()[self.blocks.get(id(env_ids), env_ids)] = True
             self.num_pending += len(env_ids)
             self.num_posted += len(env_ids)
@@ -94,8 +100,8 @@ class StepQueue(ABC):
             min_envs: As for `recv`; likewise the next two.
             max_envs: Likewise.
             timeout: Likewise.
-            spare: How many seconds longer to wait for those that are about to finish. As system
-                calls count in milliseconds, it may become one.
+            spare: How many seconds longer to wait for those that are about to finish; if any,
+                `SHORTEST` at least.
 
         Raises:
             NothingPendingError: No environment was sent an action.
@@ -153,10 +159,14 @@ class StepQueue(ABC):
     def _wait_for_all(self, spare: float, linger: Linger, limit: float) -> None:
         """Waits for all, as long as that may pay, and for `limit` and `WAIT_SLICE` at most."""
         began = time.perf_counter()
-        patience = spare + (0.0 if self._ready else 2 * linger.usual)
+        patience = spare + (0.0 if self._ready and self._began_together else 2 * linger.usual)
+        patience = max(min(patience, LONGEST * spare), SHORTEST)
         self._wait(min(patience, limit, WAIT_SLICE), for_all=True)
-        paid = len(self._ready) == self.num_pending and self._spread() <= spare
-        linger.learn(paid, time.perf_counter() - began)
+        are_all = len(self._ready) == self.num_pending
+        # How far apart they finish tells nothing where they began apart; next time they do not.
+        if self._began_together or not are_all:
+            paid = are_all and self._spread() <= spare
+            linger.learn(paid, time.perf_counter() - began)
 
     def _spread(self) -> float:
         """Seconds between the first and the last of those that have just finished."""

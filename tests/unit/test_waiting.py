@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import threading
 import time
 from collections.abc import Iterator
@@ -14,9 +15,10 @@ from gymnasium import spaces
 
 from gymtask.errors import CollectionInterrupted
 from gymtask.workers import spreading, waiting
+from gymtask.workers.crew import Crew, is_supported
 from gymtask.workers.given_actions import GivenActions
-from gymtask.workers.linger import MOST, Linger
-from gymtask.workers.queue import WAIT_SLICE, StepQueue
+from gymtask.workers.linger import LONGEST_PAUSE, MOST, Linger
+from gymtask.workers.queue import LONGEST, SHORTEST, WAIT_SLICE, StepQueue
 from gymtask.workers.spreading import LOOK, LOOK_SELDOM, Spreader
 from gymtask.workers.waiting import SPIN, Waiter
 
@@ -153,6 +155,47 @@ class TestGivenActions:
         assert given.reader()(1) == 4
 
 
+class FakeHandle:
+    """A worker that was last on some core, and notes when it is told to step and waited for."""
+
+    def __init__(self, index: int, core: int, calls: list[tuple[str, int]]) -> None:
+        self.env_ids, self.queued, self.core = [index], [index], [core]
+        self.running: list[int] = []
+        self.calls = calls
+
+    def wait(self, timeout: float) -> list[tuple[int, int]]:
+        self.calls.append(("wait", self.env_ids[0]))
+        return [(self.env_ids[0], select.POLLIN)]
+
+
+@pytest.mark.skipif(not is_supported(), reason="worker processes need Linux")
+@pytest.mark.parametrize("here", [0, 1])
+def test_who_shares_the_callers_core_is_told_last_and_waited_for_first(
+    here: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gymtask.workers.crew.num_cores", lambda: 2)
+    monkeypatch.setattr("gymtask.workers.crew.make_getcpu", lambda: lambda: here)
+    crew, calls = Crew([[0], [1]], 0), list[tuple[str, int]]()
+    handles: Any = [FakeHandle(index, index, calls) for index in (0, 1)]
+    crew.handles += handles
+
+    def step(handle: Any) -> None:
+        calls.append(("step", handle.env_ids[0]))
+        handle.running, handle.queued = handle.queued, []
+
+    monkeypatch.setattr(crew, "step", step)
+    crew.begin(handles)
+    assert crew.poll(0.1, for_all=True) == [(here, select.POLLIN), (1 - here, select.POLLIN)]
+    assert calls == [("step", 1 - here), ("step", here), ("wait", here), ("wait", 1 - here)]
+    for handle in handles:  # told one after the other, both are waited for all the same
+        handle.running, handle.queued = [], [handle.env_ids[0]]
+    crew.begin(handles[:1])
+    crew.begin(handles[1:])
+    assert len(crew.poll(0.1, for_all=True)) == 2
+    crew._waiter.close()
+    os.close(crew._descriptor)
+
+
 class TestLinger:
     def test_waits_as_long_as_it_pays(self) -> None:
         linger = Linger()
@@ -209,6 +252,33 @@ class Slow(StepQueue):
         raise error
 
 
+class Both(StepQueue):
+    """Two environments that finish whenever somebody waits, `apart` seconds one from the other."""
+
+    def __init__(self, apart: float) -> None:
+        super().__init__([[0], [1]])
+        self._linger = Linger()
+        self._linger.learn = self._learn  # type: ignore[method-assign]
+        self.learned: list[bool] = []
+        self._apart = apart
+        self._posted: list[int] = []
+
+    def _learn(self, paid: bool, seconds: float) -> None:
+        self.learned.append(paid)
+
+    def _spread(self) -> float:
+        return self._apart
+
+    def _post(self, env_ids: Any) -> None:
+        self._posted += env_ids.tolist()
+
+    def _wait(self, timeout: float, for_all: bool = False) -> None:
+        self._ready, self._posted = [*self._ready, *self._posted], []
+
+    def _give_up(self, error: KeyboardInterrupt) -> NoReturn:
+        raise error
+
+
 class TestLingeringInAQueue:
     @pytest.mark.parametrize("timeout", [0.0, 0.001, 0.05])
     def test_never_takes_longer_than_the_timeout(self, timeout: float) -> None:
@@ -229,6 +299,42 @@ class TestLingeringInAQueue:
         with pytest.raises(CollectionInterrupted):
             queue.take(1, 2, 30.0, spare=30.0)
         assert queue.waits == [WAIT_SLICE] * 2
+
+    def test_sets_no_alarm_that_comes_before_the_kernels_next_tick(self) -> None:
+        queue = Slow()
+        queue.post(queue.all_ids)
+        queue.take(1, 2, None, spare=1e-5)
+        assert queue.waits == [SHORTEST]
+
+    def test_learns_from_steps_alone_that_began_together(self) -> None:
+        # One that waits for its fellow finishes far from it, however alike they are.
+        queue = Both(apart=0.001)
+        for spare, paid in ((0.01, True), (0.0001, False), (0.01, True)):
+            queue.post(np.array([0]))
+            queue.post(np.array([1]))
+            assert queue.take(1, 2, None, spare).tolist() == [0, 1]
+            queue.post(queue.all_ids)
+            assert queue.take(1, 2, None, spare).tolist() == [0, 1]
+            assert queue.learned.pop() is paid
+            assert not queue.learned
+
+    def test_one_that_never_comes_counts_against_it_even_if_it_began_elsewhen(self) -> None:
+        queue = Slow()
+        queue.post(np.array([0]))
+        queue.post(np.array([1]))
+        queue.quick = True
+        for _ in range(LONGEST_PAUSE):
+            assert queue.take(1, 2, None, spare=0.01).tolist() == [0]
+            queue.post(np.array([0]))
+        assert len(queue.waits) <= 2 * LONGEST_PAUSE.bit_length()
+
+    def test_tries_take_no_longer_however_many_fail(self) -> None:
+        queue = Slow()
+        queue._linger = Linger()
+        queue._linger.usual = 1.0
+        queue.post(queue.all_ids)
+        queue.take(1, 2, None, spare=0.01)
+        assert queue.waits == [pytest.approx(LONGEST * 0.01)]
 
     def test_is_of_use_with_a_timeout_too(self) -> None:
         queue = Slow()
